@@ -1,0 +1,192 @@
+"""`EngineConfig`: what a caller asked for, and `resolve`: what the engine uses and why.
+
+A config is frozen. `resolve` returns a new, complete copy (no None left where a number is needed) and a report with
+one line per setting that was chosen for the caller. After that no code asks whether a field is None. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from octavo.errors import ConfigError
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Every field has a default; None means "choose for me and say so".
+
+    model: "gemma-3-270m" (the embedded default), a directory, a .gguf file, or a hub id. dtype: auto, float32,
+    bfloat16, float16. num_blocks: physical blocks of the pool; None derives it from cpu_kv_bytes (CPU) or
+    gpu_memory_utilization (CUDA). max_model_len: longest prompt plus output; None: what the model and the pool allow.
+    allocation: "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence).
+    hybrid_kv: layers with a sliding window keep only their window. preemption: auto, recompute, swap.
+    swap_bytes: host memory for swapped-out blocks. max_queue: most waiting requests (None: no limit).
+    enforce_eager: no graphs, no compilation. record: file that receives arrivals and decisions for `octavo replay`.
+    debug: audit the whole pool after every step.
+    """
+
+    model: str = "gemma-3-270m"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_bytes: int | None = None
+    enable_prefix_caching: bool | None = None
+    allocation: str = "paged"
+    hybrid_kv: bool = True
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int | None = None
+    enforce_eager: bool = False
+    attention_backend: str = "auto"
+    preemption: str = "auto"
+    swap_bytes: int | None = None
+    max_preemptions: int = 8
+    max_queue: int | None = None
+    copy_on_write: bool = True
+    record: str | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._choice("device", ("auto", "cpu", "cuda"))
+        self._choice("allocation", ("paged", "static"))
+        self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        self._choice("attention_backend", ("auto", "reference", "native"))
+        self._choice("preemption", ("auto", "recompute", "swap"))
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size={self.block_size!r}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cpu_kv_bytes", "max_queue"):
+            self._positive(name)
+        for name in ("swap_bytes", "max_preemptions"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name}={value!r}: must be an integer of at least 0")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must lie in (0, 1]")
+        if self.allocation == "static":
+            if self.enable_prefix_caching:
+                raise ConfigError(
+                    "enable_prefix_caching=True has no effect with allocation='static' (nothing is shared); "
+                    "leave it out or use allocation='paged'"
+                )
+            if self.preemption == "swap":
+                raise ConfigError("preemption='swap' has no effect with allocation='static': it never preempts")
+
+    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(allowed)}")
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+
+
+def make_config(**given: Any) -> EngineConfig:
+    """`EngineConfig(**given)` with an error that lists the known names when one is unknown."""
+    known = {f.name for f in fields(EngineConfig)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    return EngineConfig(**given)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `resolve` must know of the model and the machine; gathered by the engine builder."""
+
+    model_max_len: int
+    bytes_per_block: int
+    num_groups: int
+    blocks_for_longest: Any  # (max_model_len) -> blocks one sequence can hold at once, all groups
+    longest_for_blocks: Any  # (num_blocks) -> longest sequence that fits
+    device: str
+    dtype: str
+    kv_budget_bytes: int  # what the machine can spare for KV
+    budget_reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of the settings report."""
+
+    name: str
+    asked: Any
+    chosen: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete config and how it came about."""
+
+    config: EngineConfig
+    choices: tuple[Choice, ...] = field(default=())
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """setting -> {asked, chosen, why}, for every field."""
+        why = {c.name: c for c in self.choices}
+        result = {}
+        for f in fields(self.config):
+            chosen = getattr(self.config, f.name)
+            c = why.get(f.name)
+            result[f.name] = {
+                "asked": c.asked if c else chosen,
+                "chosen": chosen,
+                "why": c.why if c else ("default" if chosen == f.default else "as asked"),
+            }
+        return result
+
+
+def resolve(config: EngineConfig, facts: Facts) -> Resolved:
+    """Settle every open field, or refuse with the numbers: what is needed, what there is, what would fit."""
+    choices: list[Choice] = []
+
+    def choose(name: str, chosen: Any, why: str) -> None:
+        choices.append(Choice(name, getattr(config, name), chosen, why))
+
+    choose("dtype", facts.dtype, "as asked" if config.dtype != "auto" else "fastest exact dtype of this device")
+    choose("device", facts.device, "as asked" if config.device != "auto" else "the device found")
+    if config.max_model_len is not None and config.max_model_len > facts.model_max_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's {facts.model_max_len} positions; "
+            f"use at most {facts.model_max_len}"
+        )
+    if config.enable_prefix_caching is None:
+        on = config.allocation == "paged"
+        choose("enable_prefix_caching", on, "on by default" if on else "static allocation shares nothing")
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = facts.kv_budget_bytes // facts.bytes_per_block
+        choose("num_blocks", num_blocks, facts.budget_reason)
+    wanted = config.max_model_len or facts.model_max_len
+    needed = facts.blocks_for_longest(wanted)
+    if needed > num_blocks:
+        fits = facts.longest_for_blocks(num_blocks)
+        if config.max_model_len is not None or fits < 1:
+            raise ConfigError(
+                f"the KV pool is too small: one sequence of max_model_len={wanted} tokens needs {needed} blocks "
+                f"({needed * facts.bytes_per_block / MIB:.1f} MiB), the pool has {num_blocks} "
+                f"({num_blocks * facts.bytes_per_block / MIB:.1f} MiB). Longest length that fits: {fits}. "
+                f"Lower max_model_len, or raise num_blocks or "
+                f"{'gpu_memory_utilization' if facts.device == 'cuda' else 'cpu_kv_bytes'}."
+            )
+        choose("max_model_len", fits, f"the pool holds {fits} of the model's {facts.model_max_len} positions")
+    elif config.max_model_len is None:
+        choose("max_model_len", wanted, "the model's own limit")
+    return Resolved(replace(config, **{c.name: c.chosen for c in choices}), tuple(choices))

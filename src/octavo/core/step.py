@@ -1,0 +1,151 @@
+"""The words between the scheduler and the runner: one `StepPlan` down, one `StepResult` up.
+
+Plans carry *differences*: a runner keeps one row per live sequence (tokens, block tables, sampling state) and
+a plan says only what is new, so the cost of a step does not grow with the length of the context. Everything
+here is frozen and made of plain integers, so a plan can be logged, recorded, replayed, or still be in flight
+while the next one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from octavo.sampling_params import SamplingParams
+
+#: In `ScheduledSequence.token_ids`: "the token this sequence drew in the step before this one".
+#: Only planned while that step is still in flight; the runner has the token, the scheduler not yet.
+LAST_SAMPLED = -1
+
+
+class TransferKind(Enum):
+    """What a `BlockTransfer` moves between."""
+
+    COPY = "copy"  # device block -> device block: copy-on-write
+    SWAP_OUT = "swap_out"  # device block -> host block
+    SWAP_IN = "swap_in"  # host block -> device block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Move one whole block. A plan's transfers run in order, before anything is computed or written."""
+
+    kind: TransferKind
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """`table[group][first : first + len(block_ids)] = block_ids` for one sequence's row."""
+
+    group: int
+    first: int  # logical block index
+    block_ids: tuple[int, ...]  # -1: released, behind a sliding window, never read again
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence the runner has no row for (new, forked, or resumed): everything known about it."""
+
+    seq_id: int
+    request_id: str
+    sample_index: int  # which of the request's n samples: part of the noise counter
+    params: SamplingParams
+    token_ids: tuple[int, ...]  # prompt and output so far
+    prompt_len: int
+    num_logprobs: int | None = None  # logprobs to return for each drawn token; None: none
+    beam: bool = False  # return candidates, draw nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: compute `token_ids` at positions `start`, `start + 1`, …
+
+    `sample_ids` are the sequences that draw a token from the logits of the last position: usually the
+    sequence itself, at the end of a prompt also its sibling samples, empty for a prompt chunk that is not
+    the last. `prompt_logprobs`: also return logprobs of the prompt tokens that follow the computed positions.
+    """
+
+    seq_id: int
+    start: int
+    token_ids: tuple[int, ...]
+    tables: tuple[TableUpdate, ...] = ()
+    sample_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass, decided. The runner obeys in this order:
+
+    forget `ends`, open rows for `starts`, run `transfers` in order, apply each sequence's table updates,
+    write and attend, draw.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    transfers: tuple[BlockTransfer, ...] = ()
+    starts: tuple[SequenceStart, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.scheduled or self.transfers or self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw (before temperature, penalties and filters) float32 log-probabilities at one position.
+
+    `token_ids[0]` is the chosen (or actual) token with rank `rank` (1 = most likely); the rest are the most
+    likely tokens, best first. The chosen token may appear twice: once in front, once among the best.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one sequence got from a step: its token(s), or for a beam the candidates.
+
+    For a beam `token_ids` is empty and `logprobs` holds the candidates (best first, no chosen token in front,
+    rank 0).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a `StepPlan`: `drawn[seq_id]` for every id in any `sample_ids`.
+
+    `prompt_logprobs[seq_id]`: for a `ScheduledSequence` that asked, one entry for each computed position p that
+    has a prompt token at p + 1 (the entry describes that token).
+    """
+
+    step_id: int
+    drawn: Mapping[int, Drawn] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """All that executes plans. `FakeRunner` (scripted tokens) and the model runner are the two of them."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Obey the plan; never allocate blocks, never keep a reference to live scheduler state."""
+        ...
