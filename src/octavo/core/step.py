@@ -57,8 +57,10 @@ class SequenceStart:
     params: SamplingParams
     token_ids: tuple[int, ...]  # prompt and output so far
     prompt_len: int
-    num_logprobs: int | None = None  # logprobs to return for each drawn token; None: none
-    beam: bool = False  # return candidates, draw nothing
+    seed: int  # 64-bit; fresh for a request that gave none
+    end_ids: tuple[int, ...] = ()  # end of text and stop ids: banned before `params.min_tokens`
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    num_candidates: int = 0  # a beam: return this many candidates, draw nothing; `params` is then a neutral default
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,99 @@
+"""The dense operations of a decoder layer, behind one small interface.
+
+`TorchOps` is the definition of right and runs anywhere; `kernels.cpu.NativeOps` is the same in C++. Weights are handed
+over once, at load (`linear`), so that an implementation may repack them. Shapes: T tokens, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
+
+
+class Ops(Protocol):
+    """Every method returns the dtype it was given unless stated; norms and activations compute in float32."""
+
+    name: str
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """weight [out, in] (may be repacked; the caller drops its own reference), bias [out]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D] (any offset is already in the weight)."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + x, and its norm: returns (norm, sum). May reuse `residual`'s memory."""
+        ...
+
+    def rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Optional per-head RMS norm, then rotate halves. q [T, Hq, d], k [T, Hkv, d], cos/sin float32 [T, d]."""
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        """gate_up [T, 2I] -> act(gate) * up [T, I]; kind: silu, gelu_tanh, gelu."""
+        ...
+
+
+class TorchOps:
+    """Plain torch; rounding follows the transformers implementations so that float32 greedy text is equal."""
+
+    name = "torch"
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return lambda x: F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if kind == "silu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, H, d] * cos + rotate_half(x) * sin, cos/sin [T, d] (Su et al. 2021, half-split layout)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos[:, None].to(x.dtype) + turned * sin[:, None].to(x.dtype)
