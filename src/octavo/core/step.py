@@ -125,11 +125,13 @@ class Drawn:
     """What one sequence got from a step: its token(s), or for a beam the candidates.
 
     For a beam `token_ids` is empty and `logprobs` holds the candidates (best first, no chosen token in front,
-    rank 0).
+    rank 0). `error`: this sequence could not draw (its logits hold a NaN, an id is outside the vocabulary); it must
+    end, the others of the step are untouched.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

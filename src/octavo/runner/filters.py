@@ -1,0 +1,131 @@
+"""Operations on one row of logits: the largest k, the filters, and the draw. NumPy on the host, one row at a time.
+
+One row at a time on purpose: a row of 262,144 float32 (1 MiB) stays in a core's cache through all passes, and its
+arithmetic cannot depend on its neighbours. NumPy rather than torch because at this size a torch call costs a few
+times the work (argmax: 0.30 against 0.03 ms). No function here sorts the vocabulary: candidates are found by a
+threshold first, and only they are sorted.
+
+Rows hold finite values and -inf (banned); callers have refused NaN and +inf. Ties go to the lower id everywhere.
+This module does not know sequences or parameters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_BLOCK = 512
+
+
+class Scratch:
+    """Private buffers for one row of `vocab_size` values; `weights` is padded with zeros to whole blocks."""
+
+    def __init__(self, vocab_size: int) -> None:
+        padded = -(-vocab_size // _BLOCK) * _BLOCK
+        self.vocab_size = vocab_size
+        self.padded = np.zeros(padded, dtype=np.float32)
+        self.weights = self.padded[:vocab_size]
+        self.logits = np.empty(vocab_size, dtype=np.float32)
+
+
+def kth_largest(row: Row, k: int) -> np.float32:
+    """The k-th largest value of `row`, 1 <= k <= len(row).
+
+    The k-th largest of the maxima of blocks is a lower bound of it, and few values reach that bound.
+    """
+    whole = len(row) // _BLOCK * _BLOCK
+    if k <= whole // _BLOCK // 4:
+        maxima = row[:whole].reshape(-1, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, len(maxima) - k)[-k]
+        row = row[row >= bound]
+    return np.float32(np.partition(row, len(row) - k)[-k])
+
+
+def largest(row: Row, k: int) -> Ids:
+    """Ids of the k largest values (at most len(row)), best first."""
+    k = min(k, len(row))
+    if k == 0:
+        return np.empty(0, dtype=np.int64)
+    ids = np.flatnonzero(row >= kth_largest(row, k))
+    return ids[np.argsort(-row[ids], kind="stable")[:k]]
+
+
+def exponentials(row: Row, highest: np.float32, temperature: float, out: Row) -> None:
+    """out = exp((row - highest) / temperature), so the largest is 1; unnormalised probabilities."""
+    np.subtract(row, highest, out=out)
+    if temperature != 1.0:
+        with np.errstate(over="ignore"):  # a tiny temperature sends differences to -inf, as it should
+            np.divide(out, np.float32(max(temperature, 1e-30)), out=out)
+    np.exp(out, out=out)
+
+
+def block_sums(padded: Row) -> npt.NDArray[np.float64]:
+    """Sums of consecutive blocks of `padded`."""
+    return padded.reshape(-1, _BLOCK).sum(axis=1).astype(np.float64)
+
+
+def draw(scratch: Scratch, uniform: float) -> int:
+    """Invert the cumulative distribution of `scratch.weights` at `uniform` in [0, 1): first by block, then inside.
+
+    The first id whose cumulative weight exceeds uniform * total; an id of weight 0 is never drawn.
+    """
+    cumulative = np.cumsum(block_sums(scratch.padded))
+    target = uniform * cumulative[-1]
+    block = _first_above(cumulative, target)
+    before = cumulative[block - 1] if block else 0.0
+    inside = np.cumsum(scratch.padded[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    # The block's own sum is rounded to float32, its running sum is not: measure the rest on the latter's scale.
+    rest = (target - before) / (cumulative[block] - before) * inside[-1]
+    return block * _BLOCK + _first_above(inside, rest)
+
+
+def draw_among(ids: Ids, weights: Row, uniform: float) -> int:
+    """As `draw`, over the candidates `ids` (ascending) with their weights."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    return int(ids[_first_above(cumulative, uniform * cumulative[-1])])
+
+
+def _first_above(cumulative: npt.NDArray[np.float64], target: float) -> int:
+    """First index whose value exceeds target; where rounding left none, the first that reaches the total."""
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    if index == len(cumulative):
+        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return index
+
+
+def keep(
+    row: Row, highest: np.float32, temperature: float, top_k: int, top_p: float, min_p: float, scratch: Scratch
+) -> tuple[Ids, Row]:
+    """Candidates that survive top_k, then top_p over what top_k left, then min_p: (ids ascending, their weights).
+
+    top_k keeps every token as likely as the k-th. top_p keeps the likeliest tokens while the mass before them is
+    below top_p of the whole (so the one that crosses is kept, and always the first). min_p keeps tokens of at least
+    min_p times the likeliest one's probability.
+    """
+    if top_k:
+        ids = np.flatnonzero(row >= kth_largest(row, top_k))
+        weights = np.empty(len(ids), dtype=np.float32)
+        exponentials(row[ids], highest, temperature, weights)
+        total = float(weights.sum(dtype=np.float64))
+    else:
+        exponentials(row, highest, temperature, scratch.weights)
+        floor = min_p
+        total = float(block_sums(scratch.padded).sum()) if top_p < 1.0 else 0.0
+        if top_p < 1.0:
+            # Tokens below this have, all together, less than the mass that top_p cuts: none of them survives.
+            # Halved, so that rounding of the total can never exclude a token that should be seen.
+            floor = max(floor, 0.5 * (1.0 - top_p) * total / len(row))
+        ids = np.flatnonzero(scratch.weights >= np.float32(floor))
+        weights = scratch.weights[ids]
+    if top_p < 1.0:
+        order = np.argsort(-weights, kind="stable")
+        ordered = weights[order].astype(np.float64)
+        kept = np.sort(order[np.cumsum(ordered) - ordered < top_p * total])
+        ids, weights = ids[kept], weights[kept]
+    if min_p > 0.0:
+        likely = weights >= np.float32(min_p)
+        ids, weights = ids[likely], weights[likely]
+    return ids, weights
