@@ -14,12 +14,13 @@ from typing import Any, Literal
 class RotarySpec:
     """Rotary position embedding of one kind of layer.
 
-    kind: "default", "linear", "llama3", "yarn". `parameters` holds what the kind needs (factor, …), checked when read.
+    kind: "default", "linear", "llama3", "yarn", or "divided" (a divisor per frequency, as GGUF files carry them).
+    `parameters` holds what the kind needs (factor, …), checked when read.
     """
 
     kind: str = "default"
     base: float = 10000.0
-    parameters: tuple[tuple[str, float | bool], ...] = ()
+    parameters: tuple[tuple[str, float | bool | tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,178 @@
+"""The one decoder: a pre-norm transformer with rotary positions, driven by a `ModelSpec`.
+
+It knows neither blocks nor requests: tokens of all sequences of a step come as one run of T rows, and the attention
+backend, planned beforehand, knows which rows belong together. Weights arrive under the names of `models/names.py`,
+are fused (q/k/v, gate/up) and handed to `Ops`; the decoder keeps no second copy.
+
+Invariant: a row's result depends on its token, its position and what the attention backend returns for it, never on
+which other rows are in the batch (up to the rounding of the matrix products of the `Ops` in use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from octavo.kernels.ops import Linear, Ops
+from octavo.models.names import is_norm, weight_shapes
+from octavo.models.rotary import RotaryTable
+from octavo.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from octavo.kernels.interface import AttentionBackend
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Products and norms of one layer. Norm weights are float32 final multipliers."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    post_attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: torch.Tensor | None
+
+
+class Decoder:
+    """See the module. `dtype` is that of the weights; activations are `ops.activation_dtype` if it says so.
+
+    weights: canonical name -> tensor of any float dtype, read exactly once each, so a lazy mapping that reads from a
+    mapped file needs no second copy of the model.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, torch.Tensor],
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.activation_dtype: torch.dtype = getattr(ops, "activation_dtype", None) or dtype
+        self.weight_bytes = 0
+        self._ops = ops
+        with torch.inference_mode():
+            self._embedding = self._take(weights, "embedding.weight")
+            self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
+            self._final_norm = self._take(weights, "final_norm.weight")
+            head = self._embedding if spec.tied_head else self._take(weights, "head.weight")
+            self._head = ops.linear(head)
+            self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
+            # Rounded to the activation dtype once, as the Gemma reference does.
+            self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
+
+    def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """One weight in its final dtype and place, counted."""
+        tensor = weights[name].to(device=self.device, dtype=torch.float32 if is_norm(name) else self.dtype)
+        self.weight_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _fuse(self, weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
+        """One product for several weights that read the same input."""
+
+        def joined(kind: str) -> torch.Tensor:
+            parts = [self._take(weights, f"{prefix}{name}.{kind}") for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return self._ops.linear(joined("weight"), joined("bias") if bias else None)
+
+    def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:
+        spec, prefix = self.spec, f"layers.{index}."
+
+        def norm(name: str, present: bool = True) -> torch.Tensor | None:
+            return self._take(weights, f"{prefix}{name}.weight") if present else None
+
+        attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
+        assert attention_norm is not None and mlp_norm is not None
+        return _Layer(
+            attention_norm=attention_norm,
+            qkv=self._fuse(weights, prefix, ("q", "k", "v"), spec.qkv_bias),
+            q_norm=norm("q_norm", spec.qk_norm),
+            k_norm=norm("k_norm", spec.qk_norm),
+            out=self._fuse(weights, prefix, ("out",), spec.out_bias),
+            post_attention_norm=norm("post_attention_norm", spec.sandwich_norms),
+            mlp_norm=mlp_norm,
+            gate_up=self._fuse(weights, prefix, ("gate", "up"), spec.mlp_bias),
+            down=self._fuse(weights, prefix, ("down",), spec.mlp_bias),
+            post_mlp_norm=norm("post_mlp_norm", spec.sandwich_norms),
+        )
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """One step. token_ids, positions int64 [T]; `attention.plan` was called. Returns hidden [T, D], normed.
+
+        `attention` receives views with a row stride: query [T, Hq, d] may, value [T, Hkv, d] does share storage with
+        the fused product.
+        """
+        spec, ops, eps = self.spec, self._ops, self.spec.rms_norm_eps
+        residual = F.embedding(token_ids, self._embedding).to(self.activation_dtype)
+        if spec.embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        cos_sin = self._rotary(positions)
+        normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
+        for index, layer in enumerate(self._layers):
+            mixed = self._attend(index, layer, normed, *cos_sin[spec.rotary[index]], attention)
+            if layer.post_attention_norm is not None:
+                mixed = ops.rms_norm(mixed, layer.post_attention_norm, eps)
+            normed, residual = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
+            mixed = layer.down(ops.gated_activation(layer.gate_up(normed), spec.activation))
+            if layer.post_mlp_norm is not None:
+                mixed = ops.rms_norm(mixed, layer.post_mlp_norm, eps)
+            last = index + 1 == len(self._layers)
+            following = self._final_norm if last else self._layers[index + 1].attention_norm
+            normed, residual = ops.add_rms_norm(mixed, residual, following, eps)
+        return normed
+
+    def _rotary(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin of this step, once per kind of layer. Positions past the reserved rows make the tables grow."""
+        needed = int(positions.max()) + 1 if self.device.type == "cpu" else self.spec.max_position_embeddings
+        for table in self._tables:
+            table.reserve(needed)
+        return [table.lookup(positions) for table in self._tables]
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Projections, rotation, KV write, attention and output projection: [T, D] -> [T, D]."""
+        spec, tokens = self.spec, normed.shape[0]
+        heads = layer.qkv(normed).view(tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, k = self._ops.rotary(q, k, cos, sin, layer.q_norm, layer.k_norm, spec.rms_norm_eps)
+        attention.write(index, k, v)
+        mixed = attention.attend(index, q)
+        return layer.out(mixed.reshape(tokens, spec.num_heads * spec.head_dim))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D] as `forward` returned it -> raw logits, float32 [N, V]."""
+        logits = self._head(hidden).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def parameter_count(self) -> int:
+        """Numbers in the weights; a tied head counts once."""
+        total = 0
+        for shape in weight_shapes(self.spec).values():
+            size = 1
+            for side in shape:
+                size *= side
+            total += size
+        return total

@@ -1,0 +1,177 @@
+"""Weights from a Hugging Face directory of safetensors: one file, or the shards that the index names.
+
+Only files the index names are opened; a stale or consolidated copy beside them is never looked at. No pickle is ever
+read. Every tensor must be used and every weight found, or the load stops with the list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import ModelError
+from octavo.models.names import is_norm, weight_shapes
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import Entry, LazyWeights, Progress, check_entries
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+#: Buffers that old checkpoints carry and that are computed from the config here.
+HARMLESS = (
+    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    re.compile(r"model\.rotary_emb\.inv_freq"),
+    re.compile(r"model\.layers\.\d+\.self_attn\.(masked_bias|bias)"),
+)
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+
+_PARTS = {
+    "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "out",
+    "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
+    "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down", "input_layernorm": "attention_norm",
+}  # fmt: skip
+_PLAIN_NORMS = {"post_attention_layernorm": "mlp_norm"}
+_SANDWICH_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def canonical_name(name: str, spec: ModelSpec) -> str | None:
+    """Name in `models/names.py` of a Hugging Face tensor name; None when it has none."""
+    top = {EMBEDDING: "embedding.weight", "model.norm.weight": "final_norm.weight", HEAD: "head.weight"}
+    if name in top:
+        return top[name]
+    if match := _LAYER.fullmatch(name):
+        parts = _PARTS | (_SANDWICH_NORMS if spec.sandwich_norms else _PLAIN_NORMS)
+        if match[2] in parts:
+            return f"layers.{match[1]}.{parts[match[2]]}.{match[3]}"
+    return None
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file, or `ModelError` naming it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+
+
+class SafetensorsFiles:
+    """The tensors of a directory: name -> (file, dtype, shape), from headers only."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._handles: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        if (directory / INDEX).exists():
+            self._read_index(directory / INDEX)
+        elif (directory / SINGLE).exists():
+            path = directory / SINGLE
+            self._file_of = dict.fromkeys(self._open(path).keys(), path)
+        else:
+            others = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pth"))
+            hint = (
+                f"; found {', '.join(others[:4])}, but pickled weights are never read: convert them" if others else ""
+            )
+            raise ModelError(f"{directory}: no {SINGLE} and no {INDEX}{hint}")
+
+    def _read_index(self, path: Path) -> None:
+        index = read_json(path)
+        table = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+            raise ModelError(f"{path}: weight_map is missing or empty; it must map tensor names to files")
+        names = sorted(set(table.values()))
+        outside = [n for n in names if Path(n).name != n]
+        if outside:
+            raise ModelError(f"{path}: names files outside its directory: {', '.join(outside)}")
+        absent = [name for name in names if not (self.directory / name).is_file()]
+        if absent:
+            raise ModelError(f"{path}: names files that are not there: {', '.join(absent)}; download them again")
+        held = {name: set(self._open(self.directory / name).keys()) for name in names}
+        lost = [tensor for tensor, file in table.items() if tensor not in held[file]]
+        unnamed = [
+            f"{tensor} in {file}"
+            for file, tensors in held.items()
+            for tensor in sorted(tensors)
+            if table.get(tensor) != file
+        ]
+        if lost or unnamed:
+            raise ModelError(
+                f"{path}: index and files disagree; tensors not in their file: {lost[:12]}; "
+                f"not in the index: {unnamed[:12]}"
+            )
+        self._file_of = {tensor: self.directory / file for tensor, file in table.items()}
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: broken or truncated safetensors file: {error}") from error
+        return self._handles[path]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype as safetensors spells it, shape)."""
+        part = self._open(self._file_of[name]).get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+        return tensor
+
+
+def has_own_head(files: SafetensorsFiles) -> bool:
+    """Is there an output head that differs from the embedding? Equal copies (old exports) count as tied."""
+    if HEAD not in files:
+        return False
+    if EMBEDDING not in files or files.describe(HEAD) != files.describe(EMBEDDING):
+        return True
+    return not torch.equal(files.read(HEAD), files.read(EMBEDDING))
+
+
+def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Progress | None = None) -> LazyWeights:
+    """Lazy canonical weights of a directory. Raises `ModelError` with every tensor that does not fit."""
+    entries: dict[str, Entry] = {}
+    unused: list[str] = []
+    for name in files.names():
+        canonical = canonical_name(name, spec)
+        if canonical == "head.weight" and spec.tied_head:
+            if EMBEDDING in files:
+                continue  # an equal copy, see `has_own_head`
+            canonical = "embedding.weight"  # tied, and only the other name of the pair was saved
+        if canonical is None:
+            if not any(pattern.fullmatch(name) for pattern in HARMLESS):
+                unused.append(name)
+            continue
+        dtype, shape = files.describe(name)
+        if dtype not in FLOATS:
+            raise ModelError(f"{files.directory}: {name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+        size = FLOATS[dtype]
+        for side in shape:
+            size *= side
+        entries[canonical] = Entry(name, shape, size, _reader(files, name, canonical, spec))
+    check_entries(str(files.directory), entries, weight_shapes(spec), unused)
+    return LazyWeights(entries, on_progress)
+
+
+def _reader(files: SafetensorsFiles, name: str, canonical: str, spec: ModelSpec) -> Callable[[], torch.Tensor]:
+    if is_norm(canonical) and spec.norm_offset:
+        return lambda: files.read(name).float() + 1.0
+    return lambda: files.read(name)

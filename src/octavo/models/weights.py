@@ -1,0 +1,77 @@
+"""`LazyWeights`: canonical names mapped onto entries of mapped files, read when asked for.
+
+A loader lists what its files hold; this module checks the list against the spec (missing, left over and mis-shaped
+tensors stop the load together, in one message) and hands out tensors one by one. So the files are the only full copy
+besides the model being built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.models.names import Shape
+
+#: (bytes read so far, bytes in all)
+Progress = Callable[[int, int], None]
+LISTED = 12  # names shown per kind of problem
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: what it is called there, its shape, its bytes on disk, and how to read it."""
+
+    source_name: str
+    shape: Shape
+    num_bytes: int
+    read: Callable[[], torch.Tensor]
+
+
+class LazyWeights(Mapping[str, torch.Tensor]):
+    """Read-only mapping canonical name -> tensor. Each access reads anew; `on_progress` counts accesses in bytes."""
+
+    def __init__(self, entries: Mapping[str, Entry], on_progress: Progress | None = None) -> None:
+        self._entries = dict(entries)
+        self._on_progress = on_progress
+        self._total = sum(e.num_bytes for e in self._entries.values())
+        self._done = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        tensor = entry.read()
+        self._done = min(self._done + entry.num_bytes, self._total)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the entries in their files."""
+        return self._total
+
+
+def check_entries(where: str, entries: Mapping[str, Entry], expected: Mapping[str, Shape], unused: list[str]) -> None:
+    """Stop the load unless `entries` are exactly `expected`, with equal shapes, and nothing is `unused`."""
+    missing = [name for name in expected if name not in entries]
+    extra = [f"{e.source_name}" for name, e in entries.items() if name not in expected] + unused
+    shaped = [
+        f"{entries[name].source_name} is {list(entries[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in entries and tuple(entries[name].shape) != tuple(shape)
+    ]
+    problems = [
+        f"{len(items)} {label}: {', '.join(items[:LISTED])}{', …' if len(items) > LISTED else ''}"
+        for label, items in (("missing", missing), ("not used by this model", extra), ("with another shape", shaped))
+        if items
+    ]
+    if problems:
+        raise ModelError(f"{where}: the weights do not fit the configuration; tensors {'; '.join(problems)}")
