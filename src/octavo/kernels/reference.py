@@ -297,7 +297,7 @@ class ReferenceAttention:
         limit = self._kv.shape[0]
         for number, pair in enumerate(pairs):
             if not all(0 <= block < limit for block in pair):
-                raise BoundsError(f"copy {number} of {len(pairs)}: {pair} is outside the pool's blocks 0 to {limit - 1}")
+                raise BoundsError(f"copy {number} of {len(pairs)}: {pair} leaves the pool's blocks 0 to {limit - 1}")
         for run in independent_runs(pairs):
             source, destination = torch.tensor(run, device=self._kv.device).unbind(1)
             self._kv.index_copy_(0, destination, self._kv.index_select(0, source))

@@ -93,9 +93,7 @@ class Sampler:
             return best
         highest, scratch = row[best], self._scratch
         if state.filters:
-            ids, weights = filters.keep(
-                row, highest, state.temperature, state.top_k, state.top_p, state.min_p, scratch
-            )
+            ids, weights = filters.keep(row, highest, state.temperature, state.top_k, state.top_p, state.min_p, scratch)
             return filters.draw_among(ids, weights, uniform)
         filters.exponentials(row, highest, state.temperature, scratch.weights)
         return filters.draw(scratch, uniform)

@@ -98,9 +98,7 @@ class SamplingState:
         if penalised and self.error is None:
             prompt = start.token_ids[: start.prompt_len] if self._repetition != 1.0 else ()
             self._counts = TokenCounts(prompt, output)
-        self._always_adjusts = bool(
-            penalised or self._allowed is not None or self._bad_words or len(self._bias_ids)
-        )
+        self._always_adjusts = bool(penalised or self._allowed is not None or self._bad_words or len(self._bias_ids))
 
     def _outside(self, start: SequenceStart, vocab_size: int) -> str | None:
         named: list[tuple[str, Sequence[int] | Ids]] = [
@@ -171,14 +169,14 @@ class SamplingState:
             self._penalise(row, self._counts)
 
     def _penalise(self, row: Row, counts: TokenCounts) -> None:
-        values = row[counts.ids]
+        values: Row = row[counts.ids]
         if self._repetition != 1.0:
             factor = np.float32(self._repetition)
             values = np.where(values > 0, values / factor, values * factor)
         if self._frequency:
             values = values - np.float32(self._frequency) * counts.counts
         if self._presence:
-            values = values - np.float32(self._presence) * (counts.counts > 0)
+            values = values - np.float32(self._presence) * (counts.counts > 0).astype(np.float32)
         row[counts.ids] = values
 
     def fallback(self, raw: Row) -> int:

@@ -1,0 +1,167 @@
+"""`BatchBuilder`: the scheduled part of a plan -> token ids, positions and an `AttentionBatch`.
+
+Arrays are allocated once for the largest step. Work per step grows with sequences and new tokens, not with context:
+tables are read in place when the batch is the first B rows of the row store (the usual case), and copied row by row
+only when some live sequence sits the step out.
+
+The batch's order is the rows' order, not the plan's; `StepBatch.scheduled` says which sequence is where. It does not
+know the model or the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.core.kv_layout import KVLayout
+from octavo.core.step import LAST_SAMPLED, ScheduledSequence
+from octavo.errors import BoundsError, InternalError
+from octavo.kernels.interface import AttentionBatch
+from octavo.runner.rows import RowStore, SequenceRow
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step's input, valid until the next build. Row b is `scheduled[b]`; its tokens are starts[b] : starts[b + 1]."""
+
+    scheduled: list[ScheduledSequence]
+    rows: list[SequenceRow]
+    starts: list[int]
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    attention: AttentionBatch
+
+
+class BatchBuilder:
+    """Assembles batches of at most `max_tokens` tokens over the tables of `rows`."""
+
+    def __init__(
+        self, layout: KVLayout, rows: RowStore, *, max_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self._layout = layout
+        self._rows = rows
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+        self._device = device
+        self._tokens = np.zeros(max_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_tokens, dtype=np.int64)
+        self._slots = [np.zeros(max_tokens, dtype=np.int64) for _ in layout.groups]
+        self._arange = np.arange(max_tokens, dtype=np.int64)
+        self._tables = [np.empty_like(table) for table in rows.tables]
+
+    def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+        """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own."""
+        pairs = sorted(((self._rows.get(s.seq_id), s) for s in scheduled), key=lambda pair: pair[0].index)
+        rows, order = [row for row, _ in pairs], [s for _, s in pairs]
+        counts = np.fromiter((s.num_tokens for s in order), dtype=np.int64, count=len(order))
+        total = int(counts.sum())
+        self._check(order, rows, counts, total)
+        starts = np.zeros(len(order) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        first = np.fromiter((s.start for s in order), dtype=np.int64, count=len(order))
+        context = first + counts
+        np.add(np.repeat(first - starts[:-1], counts), self._arange[:total], out=self._positions[:total])
+        self._fill_tokens(rows, order, starts.tolist(), total)
+        index = np.fromiter((row.index for row in rows), dtype=np.int64, count=len(rows))
+        self._fill_slots(order, np.repeat(index, counts), np.repeat(np.arange(len(order)), counts), total)
+        attention = AttentionBatch(
+            query_start=self._to_device(starts.astype(np.int32)),
+            context_len=self._to_device(context.astype(np.int32)),
+            block_tables=[self._to_device(table) for table in self._batch_tables(index)],
+            slots=[self._to_device(slots[:total]) for slots in self._slots],
+            max_query=int(counts.max()),
+            max_context=int(context.max()),
+        )
+        return StepBatch(
+            scheduled=order,
+            rows=rows,
+            starts=starts.tolist(),
+            token_ids=self._to_device(self._tokens[:total]),
+            positions=self._to_device(self._positions[:total]),
+            attention=attention,
+        )
+
+    def _check(self, order: list[ScheduledSequence], rows: list[SequenceRow], counts: Ints, total: int) -> None:
+        if total > self._max_tokens:
+            raise BoundsError(f"the plan has {total} tokens, the limit is max_num_batched_tokens={self._max_tokens}")
+        limit = self._rows.max_blocks * self._layout.block_size
+        for i, s in enumerate(order):
+            if i and rows[i] is rows[i - 1]:
+                raise InternalError(f"sequence {s.seq_id} is scheduled twice in one step")
+            if counts[i] < 1 or s.start < 0 or s.start + int(counts[i]) > limit:
+                raise BoundsError(
+                    f"sequence {s.seq_id}: {int(counts[i])} tokens from position {s.start}; a step computes at least "
+                    f"one, and tables end at position {limit}"
+                )
+
+    def _fill_tokens(
+        self, rows: list[SequenceRow], order: list[ScheduledSequence], starts: list[int], total: int
+    ) -> None:
+        tokens = self._tokens[:total]
+        for i, s in enumerate(order):
+            if s.num_tokens == 1:
+                token = s.token_ids[0]
+                tokens[starts[i]] = self._last(rows[i]) if token == LAST_SAMPLED else token
+            else:
+                tokens[starts[i] : starts[i + 1]] = s.token_ids
+                if LAST_SAMPLED in s.token_ids:
+                    place = starts[i] + s.token_ids.index(LAST_SAMPLED)
+                    tokens[place] = self._last(rows[i])
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            self._refuse_tokens(rows, starts)
+
+    def _last(self, row: SequenceRow) -> int:
+        """What LAST_SAMPLED stands for; 0 for a sequence whose draw failed, which cannot be used any more."""
+        if row.last_token is None:
+            if row.error is None:
+                row.error = f"sequence {row.seq_id} refers to the token it drew last, but has drawn none"
+            return 0
+        return row.last_token
+
+    def _refuse_tokens(self, rows: list[SequenceRow], starts: list[int]) -> None:
+        """Mark the sequences that hold ids outside the vocabulary and compute with id 0 in their place."""
+        for i, row in enumerate(rows):
+            part = self._tokens[starts[i] : starts[i + 1]]
+            bad = (part < 0) | (part >= self._vocab_size)
+            if bad.any():
+                limit = self._vocab_size - 1
+                row.error = f"token id {int(part[bad][0])} is outside the vocabulary; use ids 0 to {limit}"
+                part[bad] = 0
+
+    def _fill_slots(self, order: list[ScheduledSequence], index: Ints, batch_row: Ints, total: int) -> None:
+        size = self._layout.block_size
+        logical, offset = np.divmod(self._positions[:total], size)
+        for group, table in enumerate(self._rows.tables):
+            blocks = table[index, logical]
+            # A write to a block nobody holds would corrupt a neighbour, so this is checked whatever the backend.
+            if int(blocks.min()) < 0:
+                token = int(blocks.argmin())
+                s = order[int(batch_row[token])]
+                raise BoundsError(
+                    f"sequence {s.seq_id}, group {group}: position {int(self._positions[token])} needs logical block "
+                    f"{int(logical[token])}, which has no physical block"
+                )
+            np.add(blocks.astype(np.int64) * size, offset, out=self._slots[group][:total])
+
+    def _batch_tables(self, index: Ints) -> list[npt.NDArray[np.int32]]:
+        """Tables of the rows `index` (ascending, all different)."""
+        count = len(index)
+        if index[-1] == count - 1:
+            return [table[:count] for table in self._rows.tables]
+        if len(self._tables[0]) < count:
+            self._tables = [np.empty_like(table) for table in self._rows.tables]
+        return [
+            np.take(table, index, axis=0, out=scratch[:count], mode="clip")
+            for table, scratch in zip(self._rows.tables, self._tables, strict=True)
+        ]
+
+    def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
+        """On a CPU the tensor shares the array's memory."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

@@ -1,0 +1,190 @@
+"""`ModelRunner`: obeys a `StepPlan` and answers with a `StepResult`.
+
+Order, as the plan promises: forget what ended, open new rows, move blocks, update tables, compute, draw. Everything
+that touches the device happens in this package; nothing here decides anything or allocates a block.
+
+One sequence's trouble (ids outside the vocabulary, logits with a NaN) is reported in its own `Drawn.error` and stays
+with it. A broken plan is an `InternalError` and leaves the runner unusable for the sequences concerned.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from octavo.core.step import Drawn, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from octavo.kernels.interface import AttentionBackend, KVCache
+from octavo.runner.batch import BatchBuilder, StepBatch
+from octavo.runner.filters import Scratch
+from octavo.runner.kv_store import KVStore
+from octavo.runner.logprobs import token_logprobs
+from octavo.runner.rows import RowStore, SequenceRow
+from octavo.runner.sampler import Draw, Sampler
+
+LOGITS_BYTES = 64 << 20  # most float32 logits alive at once
+
+
+class DecoderLike(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """token_ids, positions int64 [T] -> hidden [T, D]; `attention.plan` was called."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D] -> float32 [N, V]."""
+        ...
+
+
+class Profile(Protocol):
+    """Receives the sections of a step: prepare, model, head, sample."""
+
+    def section(self, name: str) -> AbstractContextManager[object]:
+        """A context that is entered while the named section runs."""
+        ...
+
+
+class _NoProfile:
+    """Times nothing."""
+
+    _nothing: AbstractContextManager[object] = nullcontext()
+
+    def section(self, name: str) -> AbstractContextManager[object]:
+        return self._nothing
+
+
+class ModelRunner:
+    """Executes plans for one decoder over one KV store.
+
+    cache: a `KVStore`, or a bare `KVCache` when nothing is ever swapped. max_num_batched_tokens bounds a step,
+    max_model_len the block tables; max_num_seqs is the expected number of live sequences (rows grow beyond it when
+    preempted sequences keep theirs). vocab_size: columns of the logits and the limit of token ids.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        cache: KVStore | KVCache,
+        backend: AttentionBackend,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        profile: Profile | None = None,
+    ) -> None:
+        self.store = cache if isinstance(cache, KVStore) else KVStore(cache)
+        self.profile: Profile = profile or _NoProfile()
+        self._decoder = decoder
+        self._backend = backend
+        layout = self.store.cache.layout
+        self._rows = RowStore(layout.num_groups, layout.blocks_for(max_model_len), max_num_seqs, vocab_size)
+        self._batches = BatchBuilder(
+            layout,
+            self._rows,
+            max_tokens=max_num_batched_tokens,
+            vocab_size=vocab_size,
+            device=self.store.cache.kv.device,
+        )
+        self._sampler = Sampler(vocab_size)
+        self._scratch = Scratch(vocab_size)
+        self._head_rows = max(1, LOGITS_BYTES // (4 * vocab_size))
+        self._vocab_size = vocab_size
+
+    @property
+    def num_rows(self) -> int:
+        """Live sequences the runner has a row for."""
+        return len(self._rows)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step. See `StepPlan` for the order and `StepResult` for what comes back."""
+        section = self.profile.section
+        with section("prepare"):
+            for seq_id in plan.ends:
+                self._rows.close(seq_id)
+            for start in plan.starts:
+                self._rows.open(start)
+            self.store.transfer(plan.transfers, self._backend)
+            for scheduled in plan.scheduled:
+                if scheduled.tables:
+                    self._rows.update(self._rows.get(scheduled.seq_id), scheduled.tables)
+            if not plan.scheduled:
+                return StepResult(plan.step_id)
+            batch = self._batches.build(plan.scheduled)
+            self._backend.plan(batch.attention)
+        with section("model"):
+            hidden = self._decoder.forward(batch.token_ids, batch.positions, self._backend)
+        # Prompt logprobs first: a NaN found there is an error of the draw.
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        return StepResult(plan.step_id, self._draw(batch, hidden), prompt_logprobs)
+
+    def _logits(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        """float32 [len(tokens), V] of the given tokens of the batch."""
+        with self.profile.section("head"):
+            if len(tokens) != len(hidden):
+                hidden = hidden[torch.tensor(tokens, device=hidden.device)]
+            return self._decoder.logits(hidden)[:, : self._vocab_size].float()
+
+    def _draw(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, Drawn]:
+        """Draw for every sequence in any `sample_ids`; siblings share one row of logits."""
+        sampling = [b for b, s in enumerate(batch.scheduled) if s.sample_ids]
+        drawn: dict[int, Drawn] = {}
+        for first in range(0, len(sampling), self._head_rows):
+            part = sampling[first : first + self._head_rows]
+            logits = self._logits(hidden, [batch.starts[b + 1] - 1 for b in part])
+            with self.profile.section("sample"):
+                rows: list[SequenceRow] = []
+                draws: list[Draw] = []
+                for logit_row, b in enumerate(part):
+                    s = batch.scheduled[b]
+                    for seq_id in s.sample_ids:
+                        row = self._rows.get(seq_id)
+                        row.error = row.error or batch.rows[b].error
+                        rows.append(row)
+                        draws.append(Draw(logit_row, row.state, s.start + s.num_tokens))
+                for row, result in zip(rows, self._sampler.sample(logits, draws), strict=True):
+                    drawn[row.seq_id] = self._settle(row, result)
+        return drawn
+
+    def _settle(self, row: SequenceRow, result: Drawn) -> Drawn:
+        """Remember what a sequence drew, or that it cannot go on."""
+        row.error = row.error or result.error
+        if row.error is not None:
+            row.last_token = None
+            return Drawn((), error=row.error)
+        for token in result.token_ids:
+            row.push(token)
+        return result
+
+    def _prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
+        return {
+            s.seq_id: self._prompt_row(s, row, batch.starts[b], hidden)
+            for b, (s, row) in enumerate(zip(batch.scheduled, batch.rows, strict=True))
+            if s.prompt_logprobs is not None
+        }
+
+    def _prompt_row(
+        self, s: ScheduledSequence, row: SequenceRow, first_token: int, hidden: torch.Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        """Entries for the prompt tokens that follow the computed positions, a bounded number of logits at a time.
+
+        None for a sequence that cannot go on: its error comes with its draw.
+        """
+        assert s.prompt_logprobs is not None
+        last = min(s.start + s.num_tokens, row.prompt_len - 1)
+        entries: list[TokenLogprobs] = []
+        for low in range(s.start, last, self._head_rows):
+            positions = range(low, min(low + self._head_rows, last))
+            logits = self._logits(hidden, [first_token + p - s.start for p in positions]).cpu().numpy()
+            with self.profile.section("sample"):
+                for p, values in zip(positions, logits, strict=True):
+                    if row.error is None and not np.isfinite(values.max()):
+                        row.error = f"the model's logits have no usable maximum at position {p + 1} of the prompt"
+                    if row.error is not None:
+                        return ()
+                    entries.append(token_logprobs(values, row.token_ids[p + 1], s.prompt_logprobs, self._scratch))
+        return tuple(entries)
