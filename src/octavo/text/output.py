@@ -22,7 +22,7 @@ from octavo.text.stop import StopChecker
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one push changed: text to show, how many tokens may be shown in all, the stop string that matched, if any."""
+    """What one push changed: text to show, how many tokens may be shown in all, the stop string that matched."""
 
     text: str
     num_tokens: int

@@ -1,0 +1,305 @@
+"""`LLM`: the engine for programs that have their prompts at hand. Names are vLLM's.
+
+    llm = LLM(model="gemma-3-270m")
+    for output in llm.generate(["One", "Two"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+
+Drives the engine's steps and gives each caller its own outputs; knows nothing of blocks or tensors. One thread at a
+time. The invariant: whatever way a call ends (an error at the door, Ctrl-C, a closed stream), none of its requests is
+left in the engine, and the engine can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from octavo import logs
+from octavo.config import EngineConfig
+from octavo.driver import Driver
+from octavo.errors import ConfigError, PromptError, RequestError, SamplingError
+from octavo.outputs import BeamSearchOutput, RequestOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.streaming import Stream
+from octavo.text.prompts import Prompt, one_each, read_prompt, read_prompts
+from octavo.vllm_names import config_from
+
+if TYPE_CHECKING:
+    from octavo.engine import Engine
+
+
+class LLM:
+    """A loaded model and its engine.
+
+    Settings are those of `EngineConfig` (see there); every one can be given by name. Raises ConfigError for an unknown
+    setting or a value that cannot be honoured, ModelError for model files that cannot be used. Usable as a context
+    manager; `close` gives the memory back. on_progress(stage, done, total) is called while loading.
+    """
+
+    def __init__(
+        self,
+        model: str = "gemma-3-270m",
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        gpu_memory_utilization: float = 0.9,
+        cpu_kv_bytes: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        allocation: str = "paged",
+        load_format: str = "auto",
+        skip_tokenizer_init: bool = False,
+        seed: int | None = None,
+        enforce_eager: bool = False,
+        debug: bool = False,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "settings", "on_progress", "__class__")}
+        config = config_from(**given, **settings)
+        logs.setup()
+        from octavo.engine import Engine  # torch is loaded here, not at import
+
+        self._attach(Engine.build(config, on_progress=on_progress))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """An LLM over an engine that is there already; closing it closes the engine."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._driver = Driver(engine)
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to `prompts`, in their order.
+
+        prompts: a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …} with an optional "cache_salt",
+        or a list of those. sampling_params: one for all or one each (None: `SamplingParams()`). priority: smaller runs
+        earlier; one for all or one each. use_tqdm: a progress bar, if stderr is a terminal.
+        All or nothing: if one prompt is refused, RequestError names its index and nothing has been started.
+        """
+        return self._answer(self._encode_all(read_prompts(prompts)), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, a list of {"role": …, "content": …}, or to a list of conversations.
+
+        The text comes from the model's own template, or from `chat_template` (Jinja). The other arguments are those
+        of `generate`. Raises RequestError when the model has no template and none is given.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else list(messages)
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._answer(prompts, sampling_params, use_tqdm, priority)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation as a prompt: templated and encoded (the template writes the begin token itself)."""
+        tokenizer = self._tokenizer("chat needs one: it applies the model's chat template")
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise PromptError('a conversation is a non-empty list of {"role": …, "content": …}')
+        if chat_template is None and not tokenizer.has_chat_template:
+            raise RequestError(
+                "this model has no chat template (a base model continues text rather than answering); "
+                "use generate(), or pass chat_template='…' (Jinja)"
+            )
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=None if tools is None else [dict(t) for t in tools],
+            template=chat_template,
+            **(chat_template_kwargs or {}),
+        )
+        return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int | None = None
+    ) -> Stream:
+        """The answer to one prompt as it comes: an iterator of `StreamDelta`.
+
+        Refusals are raised here, before the first delta. Closing the iterator (or dropping it, or leaving its `with`)
+        aborts the request and frees its blocks. Other requests may run between two deltas.
+        """
+        params = self._check_params(sampling_params)
+        if params.best_of is not None and params.best_of > params.n:
+            raise SamplingError(
+                f"best_of={params.best_of} cannot be streamed: which {params.n} of them are kept is known only at the "
+                "end; use generate(), or leave best_of out"
+            )
+        encoded = self._encode(prompt if isinstance(prompt, Prompt) else read_prompt(prompt))
+        driver = self._driver
+        request_id = driver.admit([encoded], [params], [priority], [])[0]
+        return Stream(request_id, lambda: driver.next_output(request_id), lambda: driver.abandon(request_id))
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Beams of each prompt, best first. Forms of `prompts`, and all or nothing, as in `generate`."""
+        encoded = self._encode_all(read_prompts(prompts))
+        each = one_each(params, len(encoded), "beam search parameters")
+        for given in each:
+            if not isinstance(given, BeamSearchParams):
+                raise SamplingError(f"beam_search takes BeamSearchParams, got {type(given).__name__}")
+        ids: list[str] = []
+        with self._driver.all_or_none(ids):
+            self._driver.admit(encoded, each, one_each(priority, len(encoded), "priorities"), ids)
+            self._driver.run(ids, use_tqdm)
+        return [self._live().take_beams(request_id) for request_id in ids]
+
+    # ---- text ----------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the model's begin token unless switched off."""
+        ids: list[int] = self._tokenizer("encode needs one").encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        tokenizer = self._tokenizer("decode needs one")
+        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer; raises RequestError when there is none."""
+        return self._tokenizer("get_tokenizer was called")
+
+    # ---- inspection ----------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings in use, complete."""
+        return self._live().config
+
+    @property
+    def spec(self) -> Any:
+        """The model's `ModelSpec`."""
+        return self._live().spec
+
+    def pool_view(self) -> Any:
+        """The pool as it is now: counts, block tables, peaks (`PoolView`)."""
+        return self._live().pool_view()
+
+    def audit(self) -> None:
+        """Check the whole bookkeeping; raises AuditError that pinpoints the first inconsistent block."""
+        self._live().audit()
+
+    def settings(self) -> dict[str, Any]:
+        """setting -> {"asked", "chosen", "why"}."""
+        return self._live().settings()
+
+    def stats(self) -> Any:
+        """Counters of the engine so far."""
+        return self._live().stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False (and nothing done) while requests are running."""
+        return self._live().reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give everything back. A second close does nothing; any other call after it raises ConfigError."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._driver.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- helpers -------------------------------------------------------------------------------------------------
+
+    def _live(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; make a new one")
+        return self._engine
+
+    def _tokenizer(self, why: str) -> Any:
+        tokenizer = self._live().tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                f"there is no tokenizer, and {why}; pass token ids, or load the model without skip_tokenizer_init "
+                "and with its tokenizer files"
+            )
+        return tokenizer
+
+    def _check_params(self, params: Any) -> SamplingParams:
+        if params is None:
+            return SamplingParams()
+        if isinstance(params, BeamSearchParams):
+            raise SamplingError(
+                "BeamSearchParams belong to beam_search(); generate, chat and stream take SamplingParams"
+            )
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
+        return params
+
+    def _encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with ids."""
+        if prompt.token_ids is not None:
+            return prompt
+        assert prompt.text is not None
+        ids = self._tokenizer("a text prompt needs one").encode(prompt.text)
+        return Prompt(prompt.text, tuple(ids), prompt.cache_salt)
+
+    def _encode_all(self, prompts: list[Prompt]) -> list[Prompt]:
+        return [self._encode(prompt) for prompt in prompts]
+
+    def _answer(self, prompts: list[Prompt], params: Any, use_tqdm: bool, priority: Any) -> list[RequestOutput]:
+        each = [self._check_params(p) for p in one_each(params, len(prompts), "sampling parameters")]
+        ids: list[str] = []
+        with self._driver.all_or_none(ids):
+            self._driver.admit(prompts, each, one_each(priority, len(prompts), "priorities"), ids)
+            outputs = self._driver.run(ids, use_tqdm)
+        return [outputs[request_id] for request_id in ids]

@@ -1,0 +1,34 @@
+"""vLLM's engine settings that have no counterpart here: each may only be given the value that asks for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.config import EngineConfig, make_config
+from octavo.errors import ConfigError
+
+NEUTRAL: dict[str, Any] = {
+    "cpu_offload_gb": 0,
+    "data_parallel_size": 1,
+    "disable_log_stats": True,
+    "enable_chunked_prefill": True,
+    "kv_cache_dtype": "auto",
+    "pipeline_parallel_size": 1,
+    "quantization": None,
+    "revision": None,
+    "tensor_parallel_size": 1,
+    "tokenizer_mode": "auto",
+    "tokenizer_revision": None,
+    "trust_remote_code": False,
+}
+
+
+def config_from(**given: Any) -> EngineConfig:
+    """`EngineConfig` from settings of ours or of vLLM's that ask for nothing; raises ConfigError for all others."""
+    for name in sorted(set(given) & set(NEUTRAL)):
+        value = given.pop(name)
+        if value != NEUTRAL[name]:
+            raise ConfigError(
+                f"{name}={value!r} would have no effect here; leave it out (or give {name}={NEUTRAL[name]!r})"
+            )
+    return make_config(**given)
