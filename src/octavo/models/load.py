@@ -1,0 +1,150 @@
+"""A model by name: files found, spec read, weights built into a decoder, tokenizer beside it.
+
+`read_spec` does the first half without touching weights, for `octavo info` and the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ModelError
+from octavo.models.config_reader import spec_from_config
+from octavo.models.decoder import Decoder
+from octavo.models.dummy_loader import open_dummy
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_loader import open_gguf
+from octavo.models.gguf_reader import spec_from_gguf
+from octavo.models.resolve import ModelFiles, resolve_model
+from octavo.models.safetensors_loader import SafetensorsFiles, has_own_head, open_safetensors, read_json
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import LazyWeights, Progress
+
+if TYPE_CHECKING:
+    from octavo.kernels.ops import Ops
+    from octavo.models.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What the engine needs of a model. weight_bytes: in memory, a tied head once. source: the file or directory."""
+
+    spec: ModelSpec
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    weight_bytes: int
+    source: Path
+
+
+def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
+    """`EngineConfig.dtype` -> torch dtype. auto: bfloat16 where the device multiplies it natively, else float32.
+
+    A CPU without bf16 matrix units widens every product, which costs more than the halved bytes save.
+    """
+    if spec_dtype != "auto":
+        return DTYPES[spec_dtype]
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+class _Source:
+    """The opened files of one model: its spec, and weights on demand."""
+
+    def __init__(self, files: ModelFiles, load_format: str) -> None:
+        self.files, self._dummy = files, load_format == "dummy"
+        self._gguf = GGUFFile(files.path) if files.kind == "gguf" else None
+        self._tensors: SafetensorsFiles | None = None
+        if self._gguf is not None:
+            self.spec = spec_from_gguf(self._gguf)
+            return
+        has_head = None
+        if not self._dummy:
+            self._tensors = SafetensorsFiles(files.path)
+            has_head = has_own_head(self._tensors)
+        path = files.path / "config.json"
+        try:
+            spec = spec_from_config(read_json(path), has_head)
+        except ModelError as error:
+            raise ModelError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+        self.spec = replace(spec, eos_token_ids=_generation_ends(files.path) or spec.eos_token_ids)
+
+    def weights(self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None) -> LazyWeights:
+        if self._dummy:
+            return open_dummy(self.spec, dtype, seed, on_progress)
+        if self._gguf is not None:
+            return open_gguf(self._gguf, self.spec, dtype, on_progress)
+        assert self._tensors is not None
+        return open_safetensors(self._tensors, self.spec, on_progress)
+
+    def tokenizer(self) -> Tokenizer:
+        from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+
+        if self._gguf is not None:
+            return load_tokenizer_gguf(self._gguf)
+        return load_tokenizer_directory(self.files.path, self.spec.eos_token_ids, self.spec.bos_token_id)
+
+
+def _generation_ends(directory: Path) -> tuple[int, ...]:
+    """End-of-text ids of generation_config.json, which lists more of them than config.json does."""
+    path = directory / "generation_config.json"
+    given: Any = read_json(path) if path.is_file() else {}
+    ids = given.get("eos_token_id") if isinstance(given, Mapping) else None
+    ids = ids if isinstance(ids, list) else [ids]
+    return tuple(i for i in ids if isinstance(i, int))
+
+
+def read_spec(name: str, load_format: str = "auto") -> ModelSpec:
+    """The spec of a model from headers alone. Raises `ModelError`."""
+    return _Source(resolve_model(name, load_format), load_format).spec
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer on its own: from a model name, a directory with tokenizer.json, or a GGUF file."""
+    from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return load_tokenizer_directory(path)
+    files = resolve_model(name, "auto" if path.exists() else "dummy")
+    return load_tokenizer_gguf(GGUFFile(files.path)) if files.kind == "gguf" else load_tokenizer_directory(files.path)
+
+
+def load_model(
+    config: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ops: Ops,
+    on_progress: Progress | None = None,
+) -> LoadedModel:
+    """Everything named by `config.model`, `tokenizer`, `load_format`, `skip_tokenizer_init` and `seed` (dummy weights).
+
+    on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
+    """
+    source = _Source(resolve_model(config.model, config.load_format), config.load_format)
+    # One after the other: building the tokenizer in a thread made both slower (they fight for the interpreter lock).
+    tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
+    _check_vocabulary(source, tokenizer)
+    decoder = Decoder(source.spec, source.weights(dtype, config.seed, on_progress), ops, dtype, device)
+    return LoadedModel(source.spec, decoder, tokenizer, decoder.weight_bytes, source.files.path)
+
+
+def _tokenizer_of(config: EngineConfig, source: _Source) -> Tokenizer:
+    return source.tokenizer() if config.tokenizer is None else load_tokenizer(config.tokenizer)
+
+
+def _check_vocabulary(source: _Source, tokenizer: Tokenizer | None) -> None:
+    """A tokenizer that can produce ids without an embedding row belongs to another model."""
+    if tokenizer is not None and tokenizer.vocab_size > source.spec.vocab_size:
+        raise ModelError(
+            f"{source.files.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model only "
+            f"{source.spec.vocab_size} embedding rows; they do not belong together"
+        )
