@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from octavo.text.detokenizer import REPLACEMENT, Detokenizer
-from octavo.text.pieces import token_table
+from octavo.text.pieces import _tables, token_table
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -162,6 +162,20 @@ def test_a_broken_end_is_shown_only_at_the_end() -> None:
 def test_kinds_are_recognised() -> None:
     kinds = {name: (table.kind if (table := token_table(make())) else None) for name, make in ALL.items()}
     assert kinds == dict.fromkeys(ALL, "text") | {"byte_level": "bytes", "word_piece": None}
+
+
+def test_a_table_is_made_once_even_for_a_tokenizer_that_cannot_be_hashed() -> None:
+    class Wrapped:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.backend = byte_level()
+
+    tokenizer = Wrapped()
+    assert token_table(tokenizer) is token_table(tokenizer)
+    before = len(_tables)
+    del tokenizer
+    assert len(_tables) == before - 1
 
 
 def test_an_object_that_only_decodes_goes_through_the_window() -> None:

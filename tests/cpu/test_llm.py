@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from helpers.fake_engine import FakeEngine, FakeTokenizer
 
+from helpers.fake_engine import FakeEngine, FakeTokenizer
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InternalError, PromptError, RequestError, SamplingError
 from octavo.llm import LLM

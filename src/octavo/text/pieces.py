@@ -11,11 +11,12 @@ Knows nothing of sequences or of streaming.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 
 class Decoder(Protocol):
@@ -64,17 +65,20 @@ class TokenTable:
         return None if token is None else self.read_first(token)
 
 
-_tables: WeakKeyDictionary[Any, TokenTable | None] = WeakKeyDictionary()
+_tables: dict[int, tuple[weakref.ref[Any], TokenTable | None]] = {}
 
 
 def token_table(tokenizer: Any) -> TokenTable | None:
     """The table of a tokenizer (made once, kept as long as it lives), or None when its decoder is of another kind."""
-    try:
-        if tokenizer not in _tables:
-            _tables[tokenizer] = _build(tokenizer)
-        return _tables[tokenizer]
-    except TypeError:  # cannot be referenced weakly: build anew, which is cheap because the table is lazy
-        return _build(tokenizer)
+    # By identity: tokenizers compare by their contents, which is slow or impossible to hash.
+    key = id(tokenizer)
+    known = _tables.get(key)
+    if known is not None and known[0]() is tokenizer:
+        return known[1]
+    table = _build(tokenizer)
+    with contextlib.suppress(TypeError):  # cannot be referenced weakly: built each time rather than kept for ever
+        _tables[key] = (weakref.ref(tokenizer, lambda _: _tables.pop(key, None)), table)
+    return table
 
 
 def _backend(tokenizer: Any) -> Any | None:
