@@ -18,6 +18,7 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK = 512
+_LOWEST = np.finfo(np.float32).min
 
 
 class Scratch:
@@ -106,7 +107,8 @@ def keep(
     min_p times the likeliest one's probability.
     """
     if top_k:
-        ids = np.flatnonzero(row >= kth_largest(row, top_k))
+        # Where fewer than k are left after bans, the k-th is -inf; a banned token is no candidate.
+        ids = np.flatnonzero(row >= max(kth_largest(row, top_k), _LOWEST))
         weights = np.empty(len(ids), dtype=np.float32)
         exponentials(row[ids], highest, temperature, weights)
         total = float(weights.sum(dtype=np.float64))
