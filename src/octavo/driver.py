@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, InternalError, OctavoError, RequestError
@@ -35,6 +35,7 @@ class Driver:
         self._busy = False  # inside the engine: a garbage collection there must not abort a request
         self._abandoned: list[str] = []
         self._closed = False
+        self.watcher: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Close the engine; what is abandoned later needs no abort."""
@@ -114,6 +115,8 @@ class Driver:
             for output in engine.step():
                 if output.request_id in self._mail:
                     self._mail[output.request_id] = output
+        if self.watcher is not None:
+            self.watcher()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -228,6 +228,11 @@ class LLM:
         """The pool as it is now: counts, block tables, peaks (`PoolView`)."""
         return self._live().pool_view()
 
+    def watch(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback()` after every step (None: no more); it may look at `pool_view()`, not start requests."""
+        self._live()
+        self._driver.watcher = callback
+
     def audit(self) -> None:
         """Check the whole bookkeeping; raises AuditError that pinpoints the first inconsistent block."""
         self._live().audit()

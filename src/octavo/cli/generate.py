@@ -1,0 +1,233 @@
+"""`octavo generate`: prompts in, texts out; as plain text, as they come, or as JSON; with the block tables if asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_settings,
+    refuse,
+    sampling_settings,
+)
+from octavo.cli.terminal import bold, dim, notice
+from octavo.errors import PromptError
+from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+DEFAULTS = {"temperature": 0.7, "max_tokens": 128}
+EPILOG = """\
+examples:
+  octavo generate "The capital of France is" --temperature 0 --max-tokens 32
+  octavo generate "Once upon a time" --n 4 --seed 7 --show-blocks
+  octavo generate --prompts-file prompts.txt --json > answers.jsonl
+  git log -1 | octavo generate --stream
+  octavo generate "Roses are" --beam-width 4
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue one or more prompts",
+        description="Continue prompts. Without any, the whole of standard input is one prompt.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="one prompt a line (- is standard input); a line that is a JSON object is a prompt with its keys "
+        "prompt or prompt_token_ids, cache_salt",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="show the text as it comes (one prompt, one sample)")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object for each prompt (with --stream: each delta)"
+    )
+    output.add_argument("--show-blocks", action="store_true", help="block tables, usage, and what paging saved")
+    beams = parser.add_argument_group("beam search")
+    beams.add_argument("--beam-width", type=int, metavar="W", help="beam search instead of sampling")
+    beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours longer texts (1.0)")
+    add_sampling_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, then load, then answer."""
+    from octavo.vllm_names import config_from
+
+    params = _params(args)
+    config_from(**engine_settings(args))  # a bad setting must not cost the time to read prompts or load a model
+    prompts = read_prompts(args)
+    if args.stream and (len(prompts) > 1 or (isinstance(params, SamplingParams) and params.n > 1 and not args.json)):
+        raise PromptError(
+            f"--stream shows one text as it comes, not {len(prompts)} prompts with n={args.n or 1}; "
+            "leave --stream out, or stream one prompt with --json"
+        )
+    from octavo.cli.loading import load
+
+    with load(args) as llm:
+        return answer(llm, args, prompts, params)
+
+
+def answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: SamplingParams | BeamSearchParams) -> int:
+    """Answer all prompts on a loaded engine and print."""
+    from octavo.cli.blocks import BlockWatch
+
+    begin = time.perf_counter()
+    if not args.show_blocks:
+        tokens = _answer(llm, args, prompts, params)
+    else:
+        # Live only where it cannot mix with text that is being printed.
+        with BlockWatch(llm, live=not args.stream) as watch:
+            tokens = _answer(llm, args, prompts, params)
+        if args.json:
+            print(json.dumps({"blocks": watch.lines()}, ensure_ascii=False))
+        else:
+            print("\n" + "\n".join(watch.lines()))
+    seconds = time.perf_counter() - begin
+    if sys.stderr.isatty():
+        notice(f"{tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f} tok/s)")
+    return 0
+
+
+def read_prompts(args: argparse.Namespace) -> list[Any]:
+    """Arguments, then the file; standard input when there is neither."""
+    prompts: list[Any] = list(args.prompts)
+    if args.prompts_file is not None:
+        try:
+            if args.prompts_file == "-":
+                lines = sys.stdin.read().splitlines()
+            else:
+                with open(args.prompts_file, encoding="utf-8") as file:
+                    lines = file.read().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"--prompts-file {args.prompts_file}: {error}") from error
+        prompts += [_read_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    elif not prompts:
+        if sys.stdin.isatty():
+            raise PromptError('no prompt: write octavo generate "PROMPT", or --prompts-file FILE, or pipe text in')
+        prompts = [sys.stdin.read().rstrip("\n")]
+    if not prompts or prompts == [""]:
+        raise PromptError("no prompt: the input is empty")
+    return prompts
+
+
+def _read_line(line: str, number: int) -> Any:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return line  # text may begin with a brace
+
+
+def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
+    given = sampling_settings(args)
+    if args.beam_width is None:
+        refuse({"length_penalty": 1} if args.length_penalty is not None else {}, "without --beam-width")
+        refuse({"logprobs": 1} if "logprobs" in given and not args.json else {}, "without --json")
+        return SamplingParams(**(DEFAULTS | given))
+    allowed = ("max_tokens", "stop_token_ids", "ignore_eos", "deadline_ms")
+    refuse({k: v for k, v in given.items() if k not in allowed}, "with --beam-width")
+    refuse({"stream": 1} if args.stream else {}, "with --beam-width")
+    options = {"max_tokens": DEFAULTS["max_tokens"]} | given
+    if args.length_penalty is not None:
+        options["length_penalty"] = args.length_penalty
+    return BeamSearchParams(beam_width=args.beam_width, **options)
+
+
+def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any) -> int:
+    """Print the answers; returns the number of tokens drawn."""
+    if isinstance(params, BeamSearchParams):
+        found = llm.beam_search(prompts, params, use_tqdm=True)
+        for number, beams in enumerate(found):
+            _print_beams(beams, number if len(found) > 1 else None, args.json)
+        return sum(len(s.token_ids) for b in found for s in b.sequences)
+    if args.stream:
+        return _stream(llm, prompts[0], params, args.json)
+    # The block display and the progress bar would draw over each other.
+    outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks)
+    for number, output in enumerate(outputs):
+        _print_output(output, number if len(outputs) > 1 else None, args.json)
+    return sum(len(s.token_ids) for o in outputs for s in o.outputs)
+
+
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool) -> int:
+    tokens = 0
+    with llm.stream(prompt, params) as deltas:
+        for delta in deltas:
+            tokens += len(delta.token_ids)
+            if as_json:
+                print(json.dumps(asdict(delta), ensure_ascii=False), flush=True)
+            else:
+                print(delta.text, end="", flush=True)
+    if not as_json:
+        print()
+    return tokens
+
+
+def _print_output(output: RequestOutput, number: int | None, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(output_as_json(output), ensure_ascii=False))
+        return
+    if number is not None:
+        print(bold(_heading(number, output.prompt)))
+    for sample in output.outputs:
+        several = len(output.outputs) > 1
+        print((dim(f"[{sample.index}] ") if several else "") + sample.text)
+        if sample.finish_reason not in ("stop", "length"):
+            notice(f"sample {sample.index} ended early: {sample.finish_reason}")
+
+
+def _print_beams(beams: BeamSearchOutput, number: int | None, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(beams), ensure_ascii=False))
+        return
+    if number is not None:
+        print(bold(_heading(number, beams.prompt)))
+    for beam in beams.sequences:
+        print(dim(f"[{beam.score:.3f}] ") + beam.text)
+
+
+def _heading(number: int, prompt: str | None) -> str:
+    text = " ".join((prompt or "(token ids)").split())
+    return f"── {number}: {text if len(text) <= 60 else text[:59] + '…'}"
+
+
+def output_as_json(output: RequestOutput) -> dict[str, Any]:
+    """A request's output as plain values, with names as in `RequestOutput`."""
+    return {
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "num_cached_tokens": output.num_cached_tokens,
+        "outputs": [_sample_as_json(sample) for sample in output.outputs],
+        "metrics": output.metrics,
+    }
+
+
+def _sample_as_json(sample: CompletionOutput) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "cumulative_logprob": sample.cumulative_logprob,
+    }
+    if sample.logprobs is not None:
+        result["logprobs"] = [{str(i): asdict(p) for i, p in position.items()} for position in sample.logprobs]
+    return result

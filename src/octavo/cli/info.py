@@ -1,0 +1,140 @@
+"""`octavo info MODEL`: what a model is and what it will cost, from its headers alone (no weights are read)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import BLOCK_SIZES
+from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.inspect.terminal import format_bytes
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LENGTHS = (256, 1024, 4096, 16384, 65536)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "info",
+        help="what a model is: shapes, bytes of weights, KV bytes per token and block",
+        epilog="example:\n  octavo info gemma-3-270m --dtype bfloat16 --block-size 32",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", default="gemma-3-270m", metavar="MODEL")
+    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="of weights and KV (bfloat16)")
+    parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
+    parser.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"), default="auto")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the spec and print the tables."""
+    from octavo.models.load import read_spec
+
+    spec = read_spec(args.model, args.load_format)
+    facts = describe(spec, args.dtype, args.block_size)
+    if args.json:
+        print(json.dumps({"model": args.model, **facts}))
+        return 0
+    for title, rows in tables(args.model, spec, facts):
+        print(title)
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            print(f"  {name:<{width}}  {value}")
+    return 0
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Weights of the model; a tied head counts once."""
+    hidden, query, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = hidden * (query + 2 * kv) + query * hidden
+    attention += (query + 2 * kv) * spec.qkv_bias + hidden * spec.out_bias + 2 * spec.head_dim * spec.qk_norm
+    mlp = 3 * hidden * spec.intermediate_size + (2 * spec.intermediate_size + hidden) * spec.mlp_bias
+    norms = hidden * (4 if spec.sandwich_norms else 2)
+    embeddings = spec.vocab_size * hidden * (1 if spec.tied_head else 2)
+    return embeddings + spec.num_layers * (attention + mlp + norms) + hidden
+
+
+def layout_of(spec: ModelSpec, dtype: str, block_size: int, *, hybrid: bool = True) -> KVLayout:
+    """How the model's layers share a pool."""
+    size = spec.kv_values_per_token_layer() * DTYPE_BYTES[dtype]
+    return build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=size, hybrid=hybrid)
+
+
+def sequence_bytes(layout: KVLayout, length: int) -> int:
+    """Bytes of the blocks that one sequence of `length` tokens holds while its next token is computed."""
+    blocks = 0
+    for group in layout.groups:
+        first = group.first_needed(max(0, length - 1)) // layout.block_size
+        blocks += layout.blocks_for(length) - first
+    return blocks * layout.bytes_per_block
+
+
+def describe(spec: ModelSpec, dtype: str, block_size: int) -> dict[str, Any]:
+    """Everything `octavo info` says, as plain values; bytes are whole numbers."""
+    layout = layout_of(spec, dtype, block_size)
+    whole = layout_of(spec, dtype, block_size, hybrid=False)
+    lengths = sorted({n for n in LENGTHS if n <= spec.max_position_embeddings} | {spec.max_position_embeddings})
+    parameters = num_parameters(spec)
+    return {
+        "architecture": spec.architecture,
+        "num_parameters": parameters,
+        "weight_bytes": {name: parameters * size for name, size in DTYPE_BYTES.items()},
+        "dtype": dtype,
+        "block_size": block_size,
+        "kv_bytes_per_token": spec.num_layers * layout.bytes_per_token_layer,
+        "bytes_per_block": layout.bytes_per_block,
+        "groups": [{"layers": list(g.layers), "window": g.window} for g in layout.groups],
+        "sequence_bytes": {
+            str(n): {"paged": sequence_bytes(layout, n), "all_layers": sequence_bytes(whole, n)} for n in lengths
+        },
+    }
+
+
+def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(title, rows of name and value) for people."""
+    windows = sorted({w for w in spec.windows if w is not None})
+    windowed = sum(w is not None for w in spec.windows)
+    attention = f"{spec.num_heads} query heads, {spec.num_kv_heads} key/value heads of {spec.head_dim}"
+    shape = [
+        ("architecture", spec.architecture),
+        ("layers", f"{spec.num_layers}" + (f" ({windowed} with a window of {windows[0]})" if windows else "")),
+        ("hidden / mlp", f"{spec.hidden_size} / {spec.intermediate_size}"),
+        ("attention", attention + (", normed" if spec.qk_norm else "")),
+        ("vocabulary", f"{spec.vocab_size}" + (", head tied to the embedding" if spec.tied_head else "")),
+        ("positions", str(spec.max_position_embeddings)),
+        ("rotary", "; ".join(f"{r.kind}, base {r.base:g}" for r in spec.rotaries)),
+    ]
+    weights = [("parameters", f"{facts['num_parameters'] / 1e6:.1f} million")]
+    weights += [(name, format_bytes(size)) for name, size in facts["weight_bytes"].items()]
+    cache = [
+        ("per token, all layers", format_bytes(facts["kv_bytes_per_token"])),
+        ("per block", f"{format_bytes(facts['bytes_per_block'])} ({facts['block_size']} tokens of one group)"),
+    ]
+    cache += [(f"group {i}", _group(group)) for i, group in enumerate(facts["groups"])]
+    sizes = [(f"{n} tokens", _sequence(size)) for n, size in facts["sequence_bytes"].items()]
+    return [
+        (model, shape),
+        ("weights in memory", weights),
+        (f"KV cache, {facts['dtype']}", cache),
+        ("KV of one sequence", sizes),
+    ]
+
+
+def _group(group: dict[str, Any]) -> str:
+    layers = group["layers"]
+    text = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]}-{layers[-1]}"
+    window = "full attention" if group["window"] is None else f"window {group['window']}"
+    return f"{window}, layer{'s' * (len(layers) > 1)} {text}"
+
+
+def _sequence(size: dict[str, int]) -> str:
+    text = format_bytes(size["paged"])
+    if size["paged"] < size["all_layers"]:
+        text += f" ({size['paged'] / size['all_layers']:.0%} of {format_bytes(size['all_layers'])} without windows)"
+    return text

@@ -1,0 +1,132 @@
+"""Options that several subcommands share, and their way into `EngineConfig` and `SamplingParams`.
+
+An option that was not given stays None here, so that defaults live in one place: the engine's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from octavo.config import BLOCK_SIZES
+from octavo.errors import SamplingError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+#: Option of the command line -> setting of the engine, where the two differ.
+RENAMED = {"engine_debug": "debug", "prefix_caching": "enable_prefix_caching"}
+ENGINE_SETTINGS = (
+    "model", "tokenizer", "dtype", "device", "block_size", "num_blocks", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation", "hybrid_kv",
+    "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write", "record",
+    "engine_debug",
+)  # fmt: skip
+SAMPLING_PARAMETERS = (
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "logprobs", "deadline_ms",
+)  # fmt: skip
+
+
+def byte_count(text: str) -> int:
+    """ "512MiB", "4g", "1000000" -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 1000000, 512MiB or 4GiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def token_count(text: str) -> int | str:
+    """A number, or "rest": everything the context has room for."""
+    if text == "rest":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r}: must be a number of tokens, or "rest"') from None
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The engine's settings as options."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", "-m", metavar="NAME", help="gemma-3-270m (default), a directory, a .gguf file, a hub id"
+    )
+    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer from elsewhere than the model")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16)")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (default: from memory)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences per step (64)")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens per step (2048)")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the device's memory (0.9)")
+    group.add_argument("--cpu-kv-bytes", type=byte_count, metavar="BYTES", help="KV pool on a CPU, such as 512MiB")
+    group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse computed prefixes (on)")
+    group.add_argument("--allocation", choices=("paged", "static"), help="static: the classic baseline")
+    group.add_argument(
+        "--hybrid-kv", action=argparse.BooleanOptionalAction, help="windowed layers keep only their window (on)"
+    )
+    group.add_argument("--copy-on-write", action=argparse.BooleanOptionalAction, help="share blocks among samples (on)")
+    group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    group.add_argument("--attention-backend", choices=("auto", "reference", "native"))
+    group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
+    group.add_argument("--swap-bytes", type=byte_count, metavar="BYTES", help="host memory for preempted sequences")
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no graphs, no compilation")
+    group.add_argument("--record", metavar="FILE", help="write every decision to FILE, for `octavo replay`")
+    group.add_argument(
+        "--debug", dest="engine_debug", action="store_true", default=None, help="audit the pool after every step"
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """What a request may ask for."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--n", type=int, metavar="N", help="samples for each prompt (1)")
+    group.add_argument("--best-of", type=int, metavar="N", help="draw so many, keep the n most likely")
+    group.add_argument("--max-tokens", type=token_count, metavar="N", help='most tokens (128), or "rest"')
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many tokens")
+    group.add_argument("--temperature", "-t", type=float, metavar="T", help="0 is greedy (0.7)")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)")
+    group.add_argument("--stop-token-id", dest="stop_token_ids", type=int, action="append", metavar="ID")
+    group.add_argument(
+        "--include-stop",
+        dest="include_stop_str_in_output",
+        action="store_true",
+        default=None,
+        help="keep the stop text",
+    )
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
+    group.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K most likely tokens at each place")
+    group.add_argument("--deadline-ms", type=float, metavar="MS", help="end after so many milliseconds")
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, by the names of `EngineConfig`."""
+    given = {name: getattr(args, name) for name in ENGINE_SETTINGS if getattr(args, name) is not None}
+    return {RENAMED.get(name, name): value for name, value in given.items()}
+
+
+def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given; --stop understands \\n and \\t, which a shell does not pass on."""
+    given = {name: getattr(args, name) for name in SAMPLING_PARAMETERS if getattr(args, name) is not None}
+    if "stop" in given:
+        given["stop"] = [s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"]]
+    if given.get("max_tokens") == "rest":
+        given["max_tokens"] = None
+    return given
+
+
+def refuse(names: dict[str, Any], because: str) -> None:
+    """SamplingError that names the given options which contradict another one."""
+    if names:
+        options = ", ".join("--" + name.replace("_", "-") for name in names)
+        raise SamplingError(f"{options}: no effect {because}; leave it out")
