@@ -1,26 +1,72 @@
-"""Native CPU kernels. None are built in this installation; the reference backend runs instead."""
+"""Native CPU kernels (C++), chosen when they are built and fit the model; else the torch path runs.
+
+Importing this package loads neither torch nor the compiled module; the first question does. It knows no step and no
+request. Environment: OCTAVO_ISA = portable | avx2 forces an instruction set (default: the best of the processor).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from octavo.errors import ConfigError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.kernels.interface import AttentionBackend, KVCache
+    import torch
+
+    from octavo.kernels.cpu.attention import NativeAttention as NativeAttention
+    from octavo.kernels.cpu.ops import NativeOps as NativeOps
+    from octavo.kernels.interface import KVCache
+    from octavo.kernels.ops import Ops
     from octavo.models.spec import ModelSpec
+
+__all__ = ["NativeAttention", "NativeOps", "instruction_set", "make_ops", "supports", "why_unavailable"]
 
 
 def supports(cache: KVCache, spec: ModelSpec) -> bool:
-    """Whether the native kernels can run this model."""
-    return False
+    """Whether `NativeAttention(cache, spec)` can run: built, on a CPU, and a layout the kernels handle."""
+    return why_unavailable(cache, spec) == ""
 
 
-def why_unavailable(cache: KVCache, spec: ModelSpec) -> str:
-    """The reason `supports` is false."""
-    return "this installation was built without the native kernels"
+def why_unavailable(cache: KVCache | None = None, spec: ModelSpec | None = None) -> str:
+    """Empty when the native kernels can run; else one sentence: what is missing and what that costs.
+
+    Without arguments: whether they are built at all, which is all that `make_ops` needs.
+    """
+    from octavo.kernels.cpu.loader import problem
+
+    reason = problem()
+    if not reason and cache is not None and spec is not None:
+        from octavo.kernels.cpu.attention import mismatch
+
+        reason = mismatch(cache, spec)
+    return reason
 
 
-def NativeAttention(cache: KVCache, spec: ModelSpec) -> AttentionBackend:  # noqa: N802
-    """Refused: see `why_unavailable`."""
-    raise ConfigError(why_unavailable(cache, spec))
+def instruction_set() -> str:
+    """The instruction set in use: "avx2" or "portable"; "" when the kernels are not built."""
+    from octavo.kernels.cpu.loader import native, problem
+
+    return "" if problem() else str(native().in_use())
+
+
+def make_ops(dtype: torch.dtype) -> Ops:
+    """Dense operations for weights of `dtype` on a CPU: `NativeOps`, or `TorchOps` when the kernels are not built."""
+    from octavo.kernels.cpu.loader import problem
+
+    if problem():
+        from octavo.kernels.ops import TorchOps
+
+        return TorchOps()
+    from octavo.kernels.cpu.ops import NativeOps
+
+    return NativeOps(dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NativeAttention":
+        from octavo.kernels.cpu.attention import NativeAttention
+
+        return NativeAttention
+    if name == "NativeOps":
+        from octavo.kernels.cpu.ops import NativeOps
+
+        return NativeOps
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

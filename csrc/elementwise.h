@@ -1,0 +1,200 @@
+// The small operations between the products: norms, rotary positions, gated activation, argmax.
+// Each row is computed by one thread in one order, in float32, so a row's bits do not depend on its neighbours.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#include <math.h>
+
+namespace {
+
+using octavo::Activation;
+using octavo::ArgmaxArgs;
+using octavo::GateArgs;
+using octavo::NormArgs;
+using octavo::RotaryArgs;
+
+// Calls f(p + i) eight values at a time; the tail goes through a padded copy. D need not be a multiple of eight.
+template <class T>
+OCTAVO_INLINE f8 load_some(const T* p, int64_t count) {
+  if (count >= 8) return load(p);
+  float part[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (int64_t i = 0; i < count; ++i) part[i] = widen(p[i]);
+  return load(part);
+}
+template <class T>
+OCTAVO_INLINE void store_some(T* p, f8 v, int64_t count) {
+  if (count >= 8) return store(p, v);
+  for (int64_t i = 0; i < count; ++i) narrow(v[i], p + i);
+}
+
+// The value as it reads back from memory of type T: sums are normalised as stored.
+template <class T>
+OCTAVO_INLINE f8 rounded(f8 v) {
+  T part[8];
+  store(part, v);
+  return load(part);
+}
+template <>
+OCTAVO_INLINE f8 rounded<float>(f8 v) { return v; }
+
+OCTAVO_INLINE float inverse_rms(const f8* squares, int64_t dim, float eps) {
+  const f8 total = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  return 1.0f / sqrtf(sum(total) / (float)dim + eps);
+}
+
+template <class T>
+void norm_row(const NormArgs& a, int64_t r) {
+  const T* x = (const T*)a.x + r * a.x_stride;
+  const T* residual = a.residual ? (const T*)a.residual + r * a.dim : nullptr;
+  T* total = a.residual ? (T*)a.sum + r * a.dim : nullptr;
+  T* out = (T*)a.out + r * a.dim;
+  f8 squares[4] = {splat(0), splat(0), splat(0), splat(0)};
+  for (int64_t j = 0; j < a.dim; j += 8) {
+    f8 v = load_some(x + j, a.dim - j);
+    if (residual) {
+      v = rounded<T>(load_some(residual + j, a.dim - j) + v);
+      store_some(total + j, v, a.dim - j);
+    }
+    squares[j / 8 % 4] = fma(v, v, squares[j / 8 % 4]);
+  }
+  const f8 scale = splat(inverse_rms(squares, a.dim, a.eps));
+  const T* from = residual ? total : x;
+  for (int64_t j = 0; j < a.dim; j += 8) {
+    const f8 v = load_some(from + j, a.dim - j) * scale * load_some(a.weight + j, a.dim - j);
+    store_some(out + j, v, a.dim - j);
+  }
+}
+
+template <class T>
+void norm_typed(const NormArgs& a) {
+#pragma omp parallel for schedule(static) if (a.threaded)
+  for (int64_t r = 0; r < a.rows; ++r) norm_row<T>(a, r);
+}
+
+void norm(const NormArgs& a) {
+  switch (a.type) {
+    case DType::bf16: return norm_typed<bf16>(a);
+    case DType::f16: return norm_typed<f16>(a);
+    default: return norm_typed<float>(a);
+  }
+}
+
+// One head: optional norm, then (x1, x2) -> (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), the halves of Su et al. 2021.
+template <class T>
+void rotary_head(const T* x, T* out, int64_t dim, const float* cos, const float* sin, const float* weight, float eps) {
+  const int64_t half = dim / 2;
+  float scale = 1.0f;
+  if (weight) {
+    f8 squares[4] = {splat(0), splat(0), splat(0), splat(0)};
+    for (int64_t j = 0; j < dim; j += 8) {
+      const f8 v = load_some(x + j, dim - j);
+      squares[j / 8 % 4] = fma(v, v, squares[j / 8 % 4]);
+    }
+    scale = inverse_rms(squares, dim, eps);
+  }
+  for (int64_t j = 0; j < half; j += 8) {
+    const int64_t count = half - j;
+    f8 a = load_some(x + j, count), b = load_some(x + half + j, count);
+    if (weight) {
+      a = rounded<T>(a * splat(scale) * load_some(weight + j, count));
+      b = rounded<T>(b * splat(scale) * load_some(weight + half + j, count));
+    }
+    const f8 c1 = load_some(cos + j, count), s1 = load_some(sin + j, count);
+    const f8 c2 = load_some(cos + half + j, count), s2 = load_some(sin + half + j, count);
+    store_some(out + j, a * c1 - b * s1, count);
+    store_some(out + half + j, b * c2 + a * s2, count);
+  }
+}
+
+template <class T>
+void rotary_typed(const RotaryArgs& a) {
+#pragma omp parallel for schedule(static) if (a.threaded)
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    for (int64_t h = 0; h < a.heads; ++h) {
+      rotary_head((const T*)a.x + t * a.x_stride + h * a.dim, (T*)a.out + (t * a.heads + h) * a.dim, a.dim,
+                  a.cos + t * a.dim, a.sin + t * a.dim, a.norm, a.eps);
+    }
+  }
+}
+
+void rotary(const RotaryArgs& a) {
+  switch (a.type) {
+    case DType::bf16: return rotary_typed<bf16>(a);
+    case DType::f16: return rotary_typed<f16>(a);
+    default: return rotary_typed<float>(a);
+  }
+}
+
+OCTAVO_INLINE f8 activate(f8 x, Activation kind) {
+  const f8 one = splat(1.0f);
+  if (kind == Activation::silu) return x / (one + exp8(splat(0.0f) - x));
+  const f8 half = splat(0.5f) * x;
+  if (kind == Activation::gelu) return half * (one + erf8(x * splat(0.70710678118654752f)));
+  const f8 inner = splat(0.79788456080286536f) * fma(splat(0.044715f) * x * x, x, x);
+  return half * (one + tanh8(inner));
+}
+
+template <class T>
+void gate_typed(const GateArgs& a) {
+#pragma omp parallel for schedule(static) if (a.threaded)
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const T* x = (const T*)a.x + r * a.x_stride;
+    T* out = (T*)a.out + r * a.dim;
+    for (int64_t j = 0; j < a.dim; j += 8) {
+      const int64_t count = a.dim - j;
+      const f8 gate = rounded<T>(activate(load_some(x + j, count), a.kind));
+      store_some(out + j, gate * load_some(x + a.dim + j, count), count);
+    }
+  }
+}
+
+void gate(const GateArgs& a) {
+  switch (a.type) {
+    case DType::bf16: return gate_typed<bf16>(a);
+    case DType::f16: return gate_typed<f16>(a);
+    default: return gate_typed<float>(a);
+  }
+}
+
+// First index of the largest value; NaN counts as largest, as in torch.
+int64_t argmax_row(const float* x, int64_t dim) {
+  constexpr int64_t kStep = 2048;
+  int64_t best_start = 0;
+  float best = -__builtin_inff();
+  for (int64_t start = 0; start < dim; start += kStep) {
+    const int64_t end = start + kStep < dim ? start + kStep : dim;
+    f8 top[4] = {splat(best), splat(best), splat(best), splat(best)};
+    i8 nan = splat_int(0);
+    int64_t j = start;
+    for (; j + 32 <= end; j += 32) {
+      for (int v = 0; v < 4; ++v) {
+        const f8 value = load(x + j + 8 * v);
+        nan |= value != value;
+        top[v] = larger(value, top[v]);
+      }
+    }
+    float local = largest(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+    bool any_nan = largest(as_float(nan & splat_int(0x3F800000))) > 0;
+    for (; j < end; ++j) {
+      any_nan |= x[j] != x[j];
+      local = x[j] > local ? x[j] : local;
+    }
+    if (any_nan) {
+      for (j = start; x[j] == x[j];) ++j;
+      return j;
+    }
+    if (local > best) best = local, best_start = start;
+  }
+  int64_t j = best_start;
+  while (x[j] != best) ++j;
+  return j;
+}
+
+void argmax(const ArgmaxArgs& a) {
+#pragma omp parallel for schedule(dynamic, 1) if (a.threaded)
+  for (int64_t r = 0; r < a.rows; ++r) a.out[r] = argmax_row(a.x + r * a.x_stride, a.dim);
+}
+
+}  // namespace

@@ -1,0 +1,14 @@
+// The kernels, compiled for AVX2 + FMA + F16C. See kernels.h for what a kernel file must not do.
+#include "attention.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "linear.h"
+
+namespace octavo {
+
+const KernelTable& avx2_kernels() {
+  static constexpr KernelTable table = {"avx2", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax};
+  return table;
+}
+
+}  // namespace octavo

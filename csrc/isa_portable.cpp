@@ -1,0 +1,14 @@
+// The kernels, compiled for any processor the compiler targets. See kernels.h for what a kernel file must not do.
+#include "attention.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "linear.h"
+
+namespace octavo {
+
+const KernelTable& portable_kernels() {
+  static constexpr KernelTable table = {"portable", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax};
+  return table;
+}
+
+}  // namespace octavo

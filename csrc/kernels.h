@@ -1,0 +1,159 @@
+// The seam between the binding (module.cpp) and the kernels, which are compiled once per instruction set.
+//
+// Everything here is plain data: a kernel file sees raw pointers and sizes and returns nothing but a status, so one
+// more instruction set is one more file that fills one more KernelTable. Kernel files must not instantiate templates
+// or inline functions of the standard library: the linker keeps one copy of those, and it could be the copy compiled
+// for the wider instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+inline constexpr int element_size(DType t) { return t == DType::f32 ? 4 : 2; }
+
+// Weights are cut into panels of 16 outputs: [ceil(n / 16)][k][16], the last panel padded with zeros.
+inline constexpr int kPanel = 16;
+// Keys are scored in tiles and reduced in segments, both at absolute multiples of these counts from the start of a
+// sequence. That fixes the order of every sum whatever the block size, the chunking or the thread count.
+inline constexpr int kTile = 64;
+inline constexpr int kSegment = 256;
+
+struct LinearArgs {
+  const void* weight;  // panels, see kPanel
+  DType weight_type;
+  const float* bias;  // [n] or null
+  const void* x;      // [m, k], row stride ldx elements
+  DType x_type;
+  int64_t ldx;
+  void* y;  // [m, n], row stride ldy elements
+  DType y_type;
+  int64_t ldy;
+  int64_t m, n, k;
+  bool threaded;
+};
+
+struct Row {  // one sequence of a step
+  int32_t query_start, query_len, context_len;
+};
+
+// A run of segments of one (row, kv head, tile of queries). slot < 0: the item covers all keys and writes the output.
+// Otherwise it stores each segment's (max, sum, accumulator) in scratch, from `slot` on, for a Merge.
+struct AttentionItem {
+  int32_t row, head, first_query, end_query, first_segment, end_segment;
+  int64_t slot;
+};
+
+struct Merge {
+  int32_t row, head, first_query, end_query, segments;
+  int64_t slot;
+};
+
+struct AttentionArgs {
+  const void* kv;  // this layer's first byte in block 0
+  DType kv_type;
+  int64_t block_stride, head_stride, value_offset;  // elements
+  int64_t num_blocks;
+  int32_t block_size, head_dim, num_heads, num_kv_heads;
+  float scale, softcap;  // softcap 0: none
+  int32_t window;        // 0: none
+  const Row* rows;
+  const int32_t* table;  // [rows, table_stride]
+  int64_t table_stride;
+  const void* query;  // [tokens, num_heads, head_dim], token stride query_stride
+  int64_t query_stride;
+  void* out;  // contiguous
+  DType io_type;
+  const AttentionItem* items;
+  int64_t num_items;
+  const Merge* merges;
+  int64_t num_merges;
+  float* scratch;      // split states: slot * (head_dim + 2) floats from here
+  float* work;         // [threads, work_stride], see attention_work_floats
+  int64_t work_stride;
+  int32_t max_rows;  // most query rows (tokens * heads per kv head) of an item
+  int threads;
+};
+
+// Working memory of one thread of `attend`, rounded up for alignment.
+inline int64_t attention_work_floats(int64_t max_rows, int64_t head_dim) {
+  return max_rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + 16 * 10;
+}
+
+struct WriteArgs {
+  void* kv;  // this layer's first byte in block 0
+  DType kv_type;
+  int64_t block_stride, head_stride, value_offset;
+  int32_t block_size, head_dim, num_kv_heads;
+  const int64_t* slots;
+  int64_t num_tokens;
+  const void *key, *value;
+  int64_t key_stride, value_stride;
+  DType io_type;
+  bool threaded;
+};
+
+struct NormArgs {
+  const void* x;         // [rows, dim], row stride x_stride
+  const void* residual;  // null: plain norm; else the sum x + residual is stored in `sum` and then normalised
+  void* sum;
+  void* out;  // contiguous
+  int64_t x_stride, rows, dim;
+  const float* weight;
+  float eps;
+  DType type;
+  bool threaded;
+};
+
+struct RotaryArgs {
+  const void* x;  // [tokens, heads, dim], token stride x_stride
+  void* out;      // contiguous
+  int64_t x_stride, tokens, heads, dim;
+  const float *cos, *sin;  // [tokens, dim]
+  const float* norm;       // [dim] or null
+  float eps;
+  DType type;
+  bool threaded;
+};
+
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
+
+struct GateArgs {
+  const void* x;  // [rows, 2 * dim], row stride x_stride: gate, up
+  void* out;      // [rows, dim]
+  int64_t x_stride, rows, dim;
+  Activation kind;
+  DType type;
+  bool threaded;
+};
+
+struct ArgmaxArgs {
+  const float* x;  // [rows, dim], row stride x_stride
+  int64_t* out;
+  int64_t x_stride, rows, dim;
+  bool threaded;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*pack)(const void* weight, DType type, int64_t n, int64_t k, int64_t stride, void* panels);
+  void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
+                      DType out_type);
+  bool (*linear)(const LinearArgs&);            // false: out of memory
+  int64_t (*attend)(const AttentionArgs&);      // -1: fine; else a row whose table holds a block outside the pool
+  void (*write)(const WriteArgs&);
+  void (*norm)(const NormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*gate)(const GateArgs&);
+  void (*argmax)(const ArgmaxArgs&);
+};
+
+const KernelTable& portable_kernels();
+#if defined(OCTAVO_HAVE_AVX2)
+const KernelTable& avx2_kernels();
+#endif
+
+}  // namespace octavo

@@ -1,0 +1,320 @@
+// y = x W^T + b over packed panels. Included by each instruction set's file; everything has internal linkage.
+//
+// Invariant: every output is ((0 + s0) + s1) + … + bias, where a slice s is one chain acc = fma(x[i], w[i], acc) from 0
+// over 256 consecutive i. (Slices keep the rounding error of long sums down.) No shape, tile or thread changes that
+// order, so one row alone and the same row among 512 have the same bits.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#include <stdlib.h>
+
+namespace {
+
+using octavo::DType;
+using octavo::kPanel;
+using octavo::LinearArgs;
+
+constexpr int kRowTile = 6;        // rows of a register tile: 6 x 16 fills 12 of 16 registers
+constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
+constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
+constexpr int64_t kPanelGroup = 8;
+
+OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// How one row of a panel (16 weights) is stored. bfloat16 keeps weight j and j + 8 in one 32-bit word, so that a shift
+// and a mask widen 16 weights; the others are in order.
+template <class W>
+struct Panel {
+  static int place(int j) { return j; }
+  static OCTAVO_INLINE void get(const W* p, f8& low, f8& high) { low = load(p), high = load(p + 8); }
+};
+template <>
+struct Panel<bf16> {
+  static int place(int j) { return j < 8 ? 2 * j : 2 * (j - 8) + 1; }
+  static OCTAVO_INLINE void get(const bf16* p, f8& low, f8& high) {
+    i8 words;
+    memcpy(&words, p, sizeof words);
+    low = as_float(words << 16);
+    high = as_float(words & splat_int((int32_t)0xFFFF0000));
+  }
+};
+
+template <class W>
+void pack_panels(const W* weight, int64_t n, int64_t k, int64_t stride, W* panels) {
+  const int64_t count = (n + kPanel - 1) / kPanel;
+  constexpr int64_t kRun = 64;  // so that the part of the panel being filled stays in the first-level cache
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < count; ++p) {
+    for (int64_t start = 0; start < k; start += kRun) {
+      const int64_t end = least(k, start + kRun);
+      for (int j = 0; j < kPanel; ++j) {
+        W* to = panels + p * k * kPanel + Panel<W>::place(j);
+        const int64_t row = p * kPanel + j;
+        if (row < n) {
+          const W* from = weight + row * stride;
+          for (int64_t i = start; i < end; ++i) to[i * kPanel] = from[i];
+        } else {
+          for (int64_t i = start; i < end; ++i) memset(to + i * kPanel, 0, sizeof(W));
+        }
+      }
+    }
+  }
+}
+
+template <class W, class Out>
+void unpack(const W* panels, int64_t k, const int64_t* ids, int64_t count, Out* out) {
+  for (int64_t r = 0; r < count; ++r) {
+    const W* from = panels + ids[r] / kPanel * k * kPanel + Panel<W>::place((int)(ids[r] % kPanel));
+    for (int64_t i = 0; i < k; ++i) narrow(widen(from[i * kPanel]), out + r * k + i);
+  }
+}
+
+// acc[r][.] over `depth` values of k for MR rows and NP panels (panel_stride apart).
+template <int MR, int NP, bool Prefetch, class W>
+OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_stride, int64_t depth,
+                        f8 (&acc)[MR][2 * NP]) {
+  constexpr int kAhead = 1024;  // bytes: far enough to cover memory, near enough to stay in the first-level cache
+  constexpr int kStep = 64 / (kPanel * (int)sizeof(W));  // rows of a panel in a cache line
+  for (int64_t i = 0; i < depth; ++i) {
+    if (Prefetch && (kStep <= 1 || i % kStep == 0)) {
+#pragma GCC unroll 4
+      for (int p = 0; p < NP; ++p) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
+    }
+    f8 b[2 * NP];
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; ++p) Panel<W>::get(w + p * panel_stride, b[2 * p], b[2 * p + 1]);
+    w += kPanel;
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r) {
+      const f8 a = splat(x[r * ldx + i]);
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
+    }
+  }
+}
+
+template <class Out>
+OCTAVO_INLINE void put(Out* y, int64_t columns, f8 low, f8 high) {
+  if (columns >= kPanel) {
+    store(y, low);
+    store(y + 8, high);
+    return;
+  }
+  for (int j = 0; j < columns; ++j) narrow(j < 8 ? low[j] : high[j - 8], y + j);
+}
+
+OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
+  if (column + 8 <= n) return load(bias + column);
+  f8 v = splat(0);
+  for (int64_t j = column; j < n; ++j) v[j - column] = bias[j];
+  return v;
+}
+
+// A few rows: each panel is read once, straight from memory into registers.
+template <int MR, int NP, class W, class Out>
+OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t panel) {
+  f8 total[MR][2 * NP];
+  for (int r = 0; r < MR; ++r)
+    for (int c = 0; c < 2 * NP; ++c) total[r][c] = splat(0);
+  const int64_t panel_stride = a.k * kPanel;
+  const W* w = (const W*)a.weight + panel * panel_stride;
+  for (int64_t i = 0; i < a.k; i += kDepth) {
+    f8 acc[MR][2 * NP];
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = splat(0);
+    tile<MR, NP, true>(x + i, ldx, w + i * kPanel, panel_stride, least(kDepth, a.k - i), acc);
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * NP; ++c) total[r][c] = total[r][c] + acc[r][c];
+  }
+  for (int p = 0; p < NP; ++p) {
+    const int64_t column = (panel + p) * kPanel;
+    f8 low = splat(0), high = splat(0);
+    if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
+    for (int r = 0; r < MR; ++r) {
+      const f8 l = a.bias ? total[r][2 * p] + low : total[r][2 * p];
+      const f8 h = a.bias ? total[r][2 * p + 1] + high : total[r][2 * p + 1];
+      put((Out*)a.y + r * a.ldy + column, a.n - column, l, h);
+    }
+  }
+}
+
+template <int MR, int NP, class W, class Out>
+void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
+  int64_t p = begin;
+  for (; p + NP <= end; p += NP) few_rows<MR, NP, W, Out>(a, x, ldx, p);
+  for (; p < end; ++p) few_rows<MR, 1, W, Out>(a, x, ldx, p);
+}
+
+// Registers: rows x panels x 2 accumulators, at least 8 (two FMA units, four cycles each), at most 12.
+template <class W, class Out>
+void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
+  switch (a.m) {
+    case 1: return few_rows_range<1, 4, W, Out>(a, x, ldx, begin, end);
+    case 2: return few_rows_range<2, 2, W, Out>(a, x, ldx, begin, end);
+    case 3: return few_rows_range<3, 2, W, Out>(a, x, ldx, begin, end);
+    case 4: return few_rows_range<4, 1, W, Out>(a, x, ldx, begin, end);
+    case 5: return few_rows_range<5, 1, W, Out>(a, x, ldx, begin, end);
+    default: return few_rows_range<6, 1, W, Out>(a, x, ldx, begin, end);
+  }
+}
+
+// Many rows, one slice of k: c[MR][16] (+)= x w. `c` is dense scratch: a column of y would hit one cache set.
+template <int MR>
+void slice_tile(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, float* c) {
+  f8 acc[MR][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = splat(0);
+  tile<MR, 1, false>(x, ldx, w, 0, depth, acc);
+#pragma GCC unroll 6
+  for (int r = 0; r < MR; ++r) {
+    store(c + r * kPanel, (first ? splat(0) : load(c + r * kPanel)) + acc[r][0]);
+    store(c + r * kPanel + 8, (first ? splat(0) : load(c + r * kPanel + 8)) + acc[r][1]);
+  }
+}
+
+void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, int64_t rows, float* c) {
+  int64_t r = 0;
+  for (; r + kRowTile <= rows; r += kRowTile) slice_tile<6>(x + r * ldx, ldx, w, depth, first, c + r * kPanel);
+  x += r * ldx;
+  c += r * kPanel;
+  switch (rows - r) {
+    case 1: return slice_tile<1>(x, ldx, w, depth, first, c);
+    case 2: return slice_tile<2>(x, ldx, w, depth, first, c);
+    case 3: return slice_tile<3>(x, ldx, w, depth, first, c);
+    case 4: return slice_tile<4>(x, ldx, w, depth, first, c);
+    case 5: return slice_tile<5>(x, ldx, w, depth, first, c);
+    default: return;
+  }
+}
+
+OCTAVO_INLINE const float* widen_slice(const float* w, int64_t, float*) { return w; }
+template <class W>
+OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
+  for (int64_t i = 0; i < depth; ++i) {
+    f8 low, high;
+    Panel<W>::get(w + i * kPanel, low, high);
+    store(to + i * kPanel, low);
+    store(to + i * kPanel + 8, high);
+  }
+  return to;
+}
+
+template <class W, class Out>
+void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  alignas(64) float c[kPanelGroup * kRowBlock * kPanel];  // 48 KiB
+  alignas(64) float wide[kDepth * kPanel];                // 16 KiB
+  for (int64_t i = 0; i < a.k; i += kDepth) {
+    const int64_t depth = least(kDepth, a.k - i);
+    for (int64_t p = begin; p < end; ++p) {
+      const W* w = (const W*)a.weight + (p * a.k + i) * kPanel;
+      slice_rows(x + row * ldx + i, ldx, widen_slice(w, depth, wide), depth, i == 0, rows,
+                 c + (p - begin) * kRowBlock * kPanel);
+    }
+  }
+  for (int64_t p = begin; p < end; ++p) {
+    const int64_t column = p * kPanel;
+    f8 low = splat(0), high = splat(0);
+    if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* from = c + ((p - begin) * kRowBlock + r) * kPanel;
+      const f8 l = a.bias ? load(from) + low : load(from), h = a.bias ? load(from + 8) + high : load(from + 8);
+      put((Out*)a.y + (row + r) * a.ldy + column, a.n - column, l, h);
+    }
+  }
+}
+
+template <class W, class Out>
+void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
+  const int64_t panels = (a.n + kPanel - 1) / kPanel;
+  if (a.m <= kRowTile) {
+    const int64_t bytes = a.k * kPanel * (int64_t)sizeof(W);
+    int64_t chunk = ((int64_t)128 << 10) / bytes & ~(int64_t)3;  // a multiple of the panels of a register tile
+    chunk = chunk < 4 ? 4 : chunk;
+    const int64_t chunks = (panels + chunk - 1) / chunk;
+#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
+    for (int64_t i = 0; i < chunks; ++i)
+      few_rows_dispatch<W, Out>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
+    return;
+  }
+  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kPanelGroup - 1) / kPanelGroup;
+  // Equal row blocks, in whole register tiles: 97 rows are not 96 and 1.
+  int64_t height = (a.m + blocks - 1) / blocks;
+  height = least(kRowBlock, (height + kRowTile - 1) / kRowTile * kRowTile);
+#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && blocks * groups > 1)
+  for (int64_t i = 0; i < blocks * groups; ++i) {
+    const int64_t begin = i / blocks * kPanelGroup, row = i % blocks * height;  // blocks of a group share its weights
+    const int64_t rows = least(height, a.m - row);
+    if (rows > 0) block<W, Out>(a, x, ldx, row, rows, begin, least(panels, begin + kPanelGroup));
+  }
+}
+
+template <class W>
+void linear_out(const LinearArgs& a, const float* x, int64_t ldx) {
+  switch (a.y_type) {
+    case DType::f32: return linear_typed<W, float>(a, x, ldx);
+    case DType::bf16: return linear_typed<W, bf16>(a, x, ldx);
+    case DType::f16: return linear_typed<W, f16>(a, x, ldx);
+  }
+}
+
+template <class In>
+void widen_rows(const LinearArgs& a, float* to) {
+  for (int64_t r = 0; r < a.m; ++r)
+    for (int64_t i = 0; i < a.k; ++i) to[r * a.k + i] = widen(((const In*)a.x)[r * a.ldx + i]);
+}
+
+bool linear(const LinearArgs& a) {
+  const float* x = (const float*)a.x;
+  int64_t ldx = a.ldx;
+  float* copy = nullptr;
+  if (a.x_type != DType::f32) {
+    copy = (float*)malloc((size_t)(a.m * a.k) * sizeof(float));
+    if (!copy) return false;
+    if (a.x_type == DType::bf16)
+      widen_rows<bf16>(a, copy);
+    else
+      widen_rows<f16>(a, copy);
+    x = copy, ldx = a.k;
+  }
+  switch (a.weight_type) {
+    case DType::f32: linear_out<float>(a, x, ldx); break;
+    case DType::bf16: linear_out<bf16>(a, x, ldx); break;
+    case DType::f16: linear_out<f16>(a, x, ldx); break;
+  }
+  free(copy);
+  return true;
+}
+
+void pack(const void* weight, DType type, int64_t n, int64_t k, int64_t stride, void* panels) {
+  switch (type) {
+    case DType::f32: return pack_panels((const float*)weight, n, k, stride, (float*)panels);
+    case DType::bf16: return pack_panels((const bf16*)weight, n, k, stride, (bf16*)panels);
+    case DType::f16: return pack_panels((const f16*)weight, n, k, stride, (f16*)panels);
+  }
+}
+
+template <class W>
+void unpack_typed(const void* panels, int64_t k, const int64_t* ids, int64_t count, void* out, DType out_type) {
+  switch (out_type) {
+    case DType::f32: return unpack((const W*)panels, k, ids, count, (float*)out);
+    case DType::bf16: return unpack((const W*)panels, k, ids, count, (bf16*)out);
+    case DType::f16: return unpack((const W*)panels, k, ids, count, (f16*)out);
+  }
+}
+
+void unpack_rows(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
+                 DType out_type) {
+  switch (type) {
+    case DType::f32: return unpack_typed<float>(panels, k, ids, count, out, out_type);
+    case DType::bf16: return unpack_typed<bf16>(panels, k, ids, count, out, out_type);
+    case DType::f16: return unpack_typed<f16>(panels, k, ids, count, out, out_type);
+  }
+}
+
+}  // namespace

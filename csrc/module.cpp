@@ -1,0 +1,279 @@
+// The Python binding: `octavo.kernels.cpu._native`.
+//
+// It takes addresses and sizes as integers: a call costs a fraction of a microsecond and needs no torch headers. The
+// Python side (octavo/kernels/cpu) checks types, shapes and strides; what is only known here (block ids, slots, lengths)
+// is checked here. Threads come from the OpenMP runtime that torch has loaded: this module is not linked to one.
+#include "kernels.h"
+#include "memory.h"
+#include "planner.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <omp.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace nb = nanobind;
+
+namespace octavo {
+namespace {
+
+const KernelTable* kernels = nullptr;
+
+std::vector<std::string> instruction_sets() {  // best first
+  std::vector<std::string> names;
+#if defined(OCTAVO_HAVE_AVX2)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    names.push_back("avx2");
+#endif
+  names.push_back("portable");
+  return names;
+}
+
+void use(const std::string& name) {
+  for (const auto& known : instruction_sets()) {
+    if (known != name) continue;
+#if defined(OCTAVO_HAVE_AVX2)
+    if (name == "avx2") {
+      kernels = &avx2_kernels();
+      return;
+    }
+#endif
+    kernels = &portable_kernels();
+    return;
+  }
+  throw std::invalid_argument("instruction set " + name + " is not built in or not on this processor");
+}
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Other Python threads may run during long calls only: getting the lock back can cost milliseconds.
+constexpr double kLongCall = 2e8;  // arithmetic operations
+
+class PackedWeight {
+ public:
+  PackedWeight(uintptr_t weight, int dtype, int64_t n, int64_t k, int64_t stride)
+      : type_(static_cast<DType>(dtype)), n_(n), k_(k) {
+    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * kPanel * k * element_size(type_));
+    memory_ = weight_memory(bytes_);
+    nb::gil_scoped_release release;
+    kernels->pack(at<const void>(weight), type_, n, k, stride, memory_.data);
+  }
+
+  void run(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t y, int y_type, uintptr_t bias) const {
+    LinearArgs a{memory_.data, type_, at<const float>(bias), at<const void>(x), static_cast<DType>(x_type), ldx,
+                 at<void>(y), static_cast<DType>(y_type), n_, m, n_, k_, false};
+    const double work = 2.0 * static_cast<double>(m) * static_cast<double>(n_) * static_cast<double>(k_);
+    a.threaded = omp_get_max_threads() > 1 && (bytes_ > 65536 || work > 500000);
+    std::optional<nb::gil_scoped_release> release;
+    if (work > kLongCall) release.emplace();
+    if (!kernels->linear(a)) throw std::bad_alloc();
+  }
+
+  void rows(uintptr_t ids, int64_t count, uintptr_t out, int out_type) const {
+    for (int64_t i = 0; i < count; ++i) {
+      if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= n_)
+        throw std::out_of_range("row " + std::to_string(at<const int64_t>(ids)[i]) + " of a weight with " +
+                                std::to_string(n_) + " rows");
+    }
+    kernels->unpack_rows(memory_.data, type_, k_, at<const int64_t>(ids), count, at<void>(out),
+                         static_cast<DType>(out_type));
+  }
+
+  size_t bytes() const { return bytes_; }
+
+ private:
+  Memory memory_;
+  DType type_;
+  int64_t n_, k_;
+  size_t bytes_ = 0;
+};
+
+struct CacheShape {
+  int64_t num_blocks, layers;
+  int32_t num_kv_heads, block_size, head_dim;
+};
+
+class Attention {
+ public:
+  Attention(uintptr_t kv, int kv_type, int64_t num_blocks, int64_t layers, int32_t num_kv_heads, int32_t block_size,
+            int32_t head_dim, int32_t num_heads, float scale, float softcap, const std::vector<int32_t>& windows)
+      : shape_{num_blocks, layers, num_kv_heads, block_size, head_dim},
+        planner_(num_heads / num_kv_heads, num_kv_heads, head_dim) {
+    base_ = at<char>(kv);
+    args_.kv_type = static_cast<DType>(kv_type);
+    args_.head_stride = static_cast<int64_t>(block_size) * head_dim;
+    args_.value_offset = num_kv_heads * args_.head_stride;
+    args_.block_stride = layers * 2 * args_.value_offset;
+    args_.num_blocks = num_blocks;
+    args_.block_size = block_size, args_.head_dim = head_dim;
+    args_.num_heads = num_heads, args_.num_kv_heads = num_kv_heads;
+    args_.scale = scale, args_.softcap = softcap;
+    args_.max_rows = planner_.max_rows();
+    args_.work_stride = (attention_work_floats(args_.max_rows, head_dim) + 15) / 16 * 16;
+    for (int32_t w : windows) plans_.emplace_back().window = w;
+  }
+
+  // query_start int32 [rows + 1], context_len int32 [rows]; capacity: positions a table row has room for.
+  void plan(uintptr_t query_start, uintptr_t context_len, int64_t rows, int64_t capacity) {
+    const int32_t *start = at<const int32_t>(query_start), *context = at<const int32_t>(context_len);
+    std::vector<Row> next(static_cast<size_t>(rows));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t length = start[r + 1] - start[r];
+      if (start[0] != 0 || length < 0 || context[r] < length || context[r] > capacity)
+        throw std::invalid_argument("row " + std::to_string(r) + ": " + std::to_string(length) + " new tokens from " +
+                                    std::to_string(start[r]) + ", context " + std::to_string(context[r]) +
+                                    ", room in the table for " + std::to_string(capacity));
+      next[static_cast<size_t>(r)] = {start[r], length, context[r]};
+    }
+    rows_ = std::move(next);
+    tokens_ = rows ? start[rows] : 0;
+    threads_ = omp_get_max_threads();
+    int64_t slots = 0;
+    for (WindowPlan& p : plans_) {
+      planner_.fill(p, rows_, threads_);
+      slots = std::max(slots, p.slots);
+    }
+    grow(scratch_, slots * (shape_.head_dim + 2));
+    grow(work_, args_.work_stride * threads_);
+  }
+
+  void attend(int64_t layer, int window_index, uintptr_t table, int64_t table_stride, uintptr_t query,
+              int64_t query_stride, uintptr_t out, int io_type) {
+    const WindowPlan& p = plans_.at(static_cast<size_t>(window_index));
+    AttentionArgs a = args_;
+    a.kv = layer_base(layer);
+    a.window = p.window;
+    a.rows = rows_.data();
+    a.table = at<const int32_t>(table), a.table_stride = table_stride;
+    a.query = at<const void>(query), a.query_stride = query_stride;
+    a.out = at<void>(out), a.io_type = static_cast<DType>(io_type);
+    a.items = p.items.data(), a.num_items = static_cast<int64_t>(p.items.size());
+    a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
+    a.scratch = scratch_.data(), a.work = work_.data();
+    a.threads = p.worth_threads ? threads_ : 1;
+    const int64_t bad = kernels->attend(a);
+    if (bad >= 0)
+      throw std::out_of_range("block table row " + std::to_string(bad) + " names a block outside the pool of " +
+                              std::to_string(shape_.num_blocks) + " blocks within the keys it reads");
+  }
+
+  void write(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride, uintptr_t value,
+             int64_t value_stride, int io_type) const {
+    const int64_t limit = shape_.num_blocks * shape_.block_size;
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (at<const int64_t>(slots)[t] < 0 || at<const int64_t>(slots)[t] >= limit)
+        throw std::out_of_range("slot " + std::to_string(at<const int64_t>(slots)[t]) + " of token " +
+                                std::to_string(t) + " lies outside the pool of " + std::to_string(limit) + " slots");
+    }
+    WriteArgs a{layer_base(layer), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
+                shape_.block_size, shape_.head_dim, shape_.num_kv_heads, at<const int64_t>(slots), tokens,
+                at<const void>(key), at<const void>(value), key_stride, value_stride, static_cast<DType>(io_type),
+                false};
+    a.threaded = omp_get_max_threads() > 1 && tokens * args_.value_offset / shape_.block_size > 65536;
+    kernels->write(a);
+  }
+
+  // pairs: source, destination, source, destination, … in order: a later pair may read what an earlier one wrote.
+  void copy_blocks(const std::vector<int64_t>& pairs) const {
+    const size_t bytes = static_cast<size_t>(args_.block_stride) * element_size(args_.kv_type);
+    for (int64_t id : pairs) {
+      if (id < 0 || id >= shape_.num_blocks)
+        throw std::out_of_range("block " + std::to_string(id) + " lies outside the pool of " +
+                                std::to_string(shape_.num_blocks) + " blocks");
+    }
+    for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
+      if (pairs[i] == pairs[i + 1]) continue;
+      std::memcpy(base_ + static_cast<size_t>(pairs[i + 1]) * bytes, base_ + static_cast<size_t>(pairs[i]) * bytes,
+                  bytes);
+    }
+  }
+
+  int64_t tokens() const { return tokens_; }
+  int64_t split_items(int window_index) const {
+    return static_cast<int64_t>(plans_.at(static_cast<size_t>(window_index)).merges.size());
+  }
+
+ private:
+  char* layer_base(int64_t layer) const {
+    if (layer < 0 || layer >= shape_.layers)
+      throw std::out_of_range("layer " + std::to_string(layer) + " of a block with " + std::to_string(shape_.layers));
+    return base_ + layer * 2 * args_.value_offset * element_size(args_.kv_type);
+  }
+  static void grow(std::vector<float>& v, int64_t floats) {
+    if (static_cast<int64_t>(v.size()) < floats) v.resize(static_cast<size_t>(floats));
+  }
+
+  char* base_;
+  CacheShape shape_;
+  Planner planner_;
+  AttentionArgs args_{};
+  std::vector<WindowPlan> plans_;
+  std::vector<Row> rows_;
+  std::vector<float> scratch_, work_;
+  int64_t tokens_ = 0;
+  int threads_ = 1;
+};
+
+// About 20 microseconds of work per thread before a second one is woken.
+bool worth_threads(int64_t values) { return values > 32768 && omp_get_max_threads() > 1; }
+
+void norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t sum, uintptr_t out, int64_t rows, int64_t dim,
+          uintptr_t weight, float eps, int type) {
+  kernels->norm({at<const void>(x), at<const void>(residual), at<void>(sum), at<void>(out), x_stride, rows, dim,
+                 at<const float>(weight), eps, static_cast<DType>(type), rows > 1 && worth_threads(rows * dim)});
+}
+
+void rotary(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t tokens, int64_t heads, int64_t dim, uintptr_t cos,
+            uintptr_t sin, uintptr_t weight, float eps, int type) {
+  kernels->rotary({at<const void>(x), at<void>(out), x_stride, tokens, heads, dim, at<const float>(cos),
+                   at<const float>(sin), at<const float>(weight), eps, static_cast<DType>(type),
+                   tokens > 1 && worth_threads(tokens * heads * dim)});
+}
+
+void gate(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t rows, int64_t dim, int kind, int type) {
+  kernels->gate({at<const void>(x), at<void>(out), x_stride, rows, dim, static_cast<Activation>(kind),
+                 static_cast<DType>(type), rows > 1 && worth_threads(rows * dim * 4)});
+}
+
+void argmax(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t rows, int64_t dim) {
+  kernels->argmax({at<const float>(x), at<int64_t>(out), x_stride, rows, dim, rows > 1 && worth_threads(rows * dim)});
+}
+
+}  // namespace
+}  // namespace octavo
+
+NB_MODULE(_native, m) {
+  using namespace octavo;
+  m.def("instruction_sets", &instruction_sets);
+  m.def("use", &use);
+  m.def("in_use", [] { return std::string(kernels->name); });
+  m.def("norm", &norm);
+  m.def("rotary", &rotary);
+  m.def("gate", &gate);
+  m.def("argmax", &argmax);
+  nb::class_<PackedWeight>(m, "PackedWeight")
+      .def(nb::init<uintptr_t, int, int64_t, int64_t, int64_t>())
+      .def("run", &PackedWeight::run)
+      .def("rows", &PackedWeight::rows)
+      .def_prop_ro("bytes", &PackedWeight::bytes);
+  nb::class_<Attention>(m, "Attention")
+      .def(nb::init<uintptr_t, int, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
+                    const std::vector<int32_t>&>())
+      .def("plan", &Attention::plan)
+      .def("attend", &Attention::attend)
+      .def("write", &Attention::write)
+      .def("copy_blocks", &Attention::copy_blocks)
+      .def("split_items", &Attention::split_items)
+      .def_prop_ro("tokens", &Attention::tokens);
+  use(instruction_sets().front());
+}

@@ -1,0 +1,58 @@
+"""Loads the compiled module once and says why when it cannot.
+
+Invariant: torch is imported first. The module is not linked to an OpenMP runtime; its calls resolve to the one that
+torch has loaded, so torch and the kernels share one thread pool and `torch.set_num_threads` governs both. (Two pools
+would spin against each other.)
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LOSS = "attention and matrix products then run through torch: the same answers, several times slower"
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str]:
+    try:
+        from octavo.kernels.cpu import _native
+    except ModuleNotFoundError:
+        return None, (
+            "the native kernels are not built in this installation (no C++ compiler was found when it was installed); "
+            f"install one and reinstall octavo, or run tools/build_native.sh in a checkout; {_LOSS}"
+        )
+    except ImportError as error:
+        return None, f"the native kernels cannot be loaded ({error}); reinstall octavo; {_LOSS}"
+    wanted = os.environ.get("OCTAVO_ISA", "")
+    if wanted:
+        known = _native.instruction_sets()
+        if wanted not in known:
+            raise ConfigError(f"OCTAVO_ISA={wanted!r}: this build and processor offer {', '.join(known)}")
+        _native.use(wanted)
+    return _native, ""
+
+
+def problem() -> str:
+    """Empty when the compiled module is loaded, else why not. Raises ConfigError for an unknown OCTAVO_ISA."""
+    return _load()[1]
+
+
+def native() -> Any:
+    """The compiled module; ConfigError when there is none."""
+    module, reason = _load()
+    if module is None:
+        raise ConfigError(reason)
+    return module
+
+
+def dtype_code(dtype: torch.dtype) -> int | None:
+    """The kernels' number for a dtype; None for one they do not handle."""
+    return _DTYPES.get(dtype)

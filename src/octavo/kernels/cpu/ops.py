@@ -1,0 +1,196 @@
+"""`NativeOps`: the dense operations of `kernels/ops.py` in C++, over weights packed once.
+
+Weights keep their dtype (bfloat16 and float16 are widened inside the product, which halves the bytes a token costs);
+activations are float32 by default whatever the weights, because without 16-bit arithmetic units rounding them would
+cost time as well as accuracy.
+
+Invariant, bit for bit on one instruction set: a row of a result depends on that row of the input only. In `linear`
+every output is the sum, in order, of chains of fused multiply-adds over 256 inputs each, whatever the number of rows or
+threads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.loader import dtype_code, native
+
+_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+
+class NativeLinear:
+    """x [..., in] -> [..., out] in x's dtype (float32, bfloat16 or float16); sums in float32.
+
+    Holds a packed copy of the weight and nothing else; `rows` reads single rows back, exactly, so that a tied
+    embedding needs no second copy.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        code = dtype_code(weight.dtype)
+        if weight.dim() != 2 or code is None or weight.device.type != "cpu" or 0 in weight.shape:
+            raise ConfigError(
+                f"a weight of shape {tuple(weight.shape)}, {weight.dtype} on {weight.device}: a non-empty [out, in] of "
+                "float32, bfloat16 or float16 on the CPU is needed"
+            )
+        self.out_features, self.in_features = weight.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ConfigError(f"a bias of shape {tuple(bias.shape)} for {self.out_features} outputs")
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self._packed = native().PackedWeight(
+            weight.data_ptr(), code, self.out_features, self.in_features, weight.stride(0)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+        return int(self._packed.bytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        code = dtype_code(x.dtype)
+        if x.shape[-1] != self.in_features or code is None or x.device.type != "cpu":
+            raise ConfigError(
+                f"an input of shape {tuple(x.shape)}, {x.dtype} on {x.device}: {self.in_features} features of float32, "
+                "bfloat16 or float16 on the CPU are needed"
+            )
+        flat = _as_rows(x)
+        out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
+        rows = flat.shape[0]
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        if rows:
+            self._packed.run(flat.data_ptr(), code, flat.stride(0), rows, out.data_ptr(), code, bias)
+        return out
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows `ids` (int64 [n]) of the weight as [n, in], converted to `dtype`. IndexError outside [0, out)."""
+        code = dtype_code(dtype)
+        if code is None:
+            raise ConfigError(f"rows in {dtype}: float32, bfloat16 or float16 is needed")
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty((*ids.shape, self.in_features), dtype=dtype)
+        self._packed.rows(ids.data_ptr(), ids.numel(), out.data_ptr(), code)
+        return out
+
+
+class NativeOps:
+    """`Ops` in C++. weight_dtype: what the weights will be; activations are `activation_dtype` (float32)."""
+
+    name = "native"
+
+    def __init__(self, weight_dtype: torch.dtype = torch.float32) -> None:
+        if dtype_code(weight_dtype) is None:
+            raise ConfigError(f"weights of {weight_dtype}: the native kernels take float32, bfloat16 or float16")
+        self.weight_dtype = weight_dtype
+        self.activation_dtype = torch.float32
+        self._native = native()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        """weight [out, in] is copied into panels; the caller may drop it. bias [out] is kept in float32."""
+        return NativeLinear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D]; float32 inside, x's dtype out."""
+        flat, weight = _as_rows(x), _float(weight, x.shape[-1], "norm weight")
+        out = torch.empty(x.shape, dtype=x.dtype)
+        code = _code(x)
+        self._native.norm(
+            flat.data_ptr(), flat.stride(0), 0, 0, out.data_ptr(), *flat.shape, weight.data_ptr(), eps, code
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, residual + x). The sum replaces `residual` in place when that is contiguous."""
+        if x.shape != residual.shape or x.dtype != residual.dtype:
+            raise ConfigError(f"x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ")
+        flat, total, weight = _as_rows(x), residual.contiguous(), _float(weight, x.shape[-1], "norm weight")
+        out = torch.empty(x.shape, dtype=x.dtype)
+        where = total.data_ptr()
+        self._native.norm(
+            flat.data_ptr(), flat.stride(0), where, where, out.data_ptr(), *flat.shape, weight.data_ptr(), eps, _code(x)
+        )
+        return out, total
+
+    def rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Optional per-head RMS norm, then rotate halves: q [T, Hq, d], k [T, Hkv, d] (any token stride), d even."""
+        cos, sin = _float(cos, q.shape[-1], "cos"), _float(sin, q.shape[-1], "sin")
+        if q_norm is None or k_norm is None:
+            q_norm = k_norm = None
+        return self._rotate(q, cos, sin, q_norm, eps), self._rotate(k, cos, sin, k_norm, eps)
+
+    def _rotate(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        if dim % 2 or cos.shape != (tokens, dim) or sin.shape != (tokens, dim):
+            raise ConfigError(f"x {tuple(x.shape)} with cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: needed [T, d], d even")
+        if x.stride(2) != 1 or (x.stride(1) != dim and heads > 1):
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        weight = None if norm is None else _float(norm, dim, "norm weight")
+        self._native.rotary(
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            tokens,
+            heads,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            eps,
+            _code(x),
+        )
+        return out
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        """gate_up [..., 2I] -> act(gate) * up [..., I]; kind: silu, gelu_tanh, gelu (about 1e-7 relative)."""
+        if kind not in _KINDS:
+            raise ConfigError(f"activation {kind!r}: must be one of {', '.join(_KINDS)}")
+        flat = _as_rows(gate_up)
+        inner = gate_up.shape[-1] // 2
+        out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
+        code = _code(gate_up)
+        self._native.gate(
+            flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, _KINDS[kind], code
+        )
+        return out
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [R, V] -> int64 [R]: the first index of each row's largest value (a NaN counts as largest)."""
+        if x.dim() != 2 or x.dtype != torch.float32 or x.shape[1] == 0:
+            raise ConfigError(f"argmax of {tuple(x.shape)} {x.dtype}: float32 [rows, values] is needed")
+        flat = _as_rows(x)
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._native.argmax(flat.data_ptr(), flat.stride(0), out.data_ptr(), *flat.shape)
+        return out
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [rows, D] with contiguous rows; a view where the strides allow one."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def _float(x: torch.Tensor, last: int, what: str) -> torch.Tensor:
+    if x.shape[-1] != last:
+        raise ConfigError(f"{what} of shape {tuple(x.shape)}: its last dimension must be {last}")
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+
+
+def _code(x: torch.Tensor) -> int:
+    code = dtype_code(x.dtype)
+    if code is None or x.device.type != "cpu":
+        raise ConfigError(f"{x.dtype} on {x.device}: float32, bfloat16 or float16 on the CPU is needed")
+    return code
