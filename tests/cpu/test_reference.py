@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.paged import dense_attention, fresh_seed, make_paged, tiny_spec
 
+from helpers.paged import dense_attention, fresh_seed, make_paged, tiny_spec
 from octavo.core.kv_layout import build_layout
 from octavo.errors import BoundsError
 from octavo.kernels.interface import KVCache, make_backend

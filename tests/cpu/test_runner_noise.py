@@ -46,7 +46,7 @@ def test_numbers_are_uniform_in_positions_samples_and_seeds():
     n = 20_000
     for triple in (([9] * n, [0] * n, range(n)), ([9] * n, range(n), [4] * n), (range(n), [0] * n, [4] * n)):
         numbers = uniforms(*triple)
-        assert 0.0 <= numbers.min() and numbers.max() < 1.0
+        assert numbers.min() >= 0.0 and numbers.max() < 1.0
         observed = np.bincount((numbers * 50).astype(int), minlength=50)
         chi_square = ((observed - n / 50) ** 2 / (n / 50)).sum()
         assert chi_square < 85.4  # 49 degrees of freedom, p = 0.001; the numbers are fixed, so this is no lottery

@@ -18,6 +18,7 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK = 512
+_SORT_AT_MOST = 2048  # more candidates than this are thinned out before they are sorted
 _LOWEST = np.finfo(np.float32).min
 
 
@@ -97,6 +98,25 @@ def _first_above(cumulative: npt.NDArray[np.float64], target: float) -> int:
     return index
 
 
+def nucleus(weights: Row, limit: float) -> Ids:
+    """Ascending indices of the largest weights, as long as the mass before them is below `limit`; ties by index.
+
+    Positive floats order like their bit patterns. Sums over the upper 16 bits tell which weights are surely in and
+    which band of equal upper bits holds the border, so that only the band is sorted, not a vocabulary.
+    """
+    above, sure, band = 0.0, np.empty(0, dtype=np.int64), np.arange(len(weights))
+    if len(weights) > _SORT_AT_MOST:
+        upper = weights.view(np.uint32) >> np.uint32(16)
+        from_top = np.cumsum(np.bincount(upper, weights=weights)[::-1])
+        crossing = min(int(np.searchsorted(from_top, limit, side="left")), len(from_top) - 1)
+        border = len(from_top) - 1 - crossing
+        above = float(from_top[crossing - 1]) if crossing else 0.0
+        sure, band = np.flatnonzero(upper > border), np.flatnonzero(upper == border)
+    order = band[np.argsort(-weights[band], kind="stable")]
+    ordered = weights[order].astype(np.float64)
+    return np.sort(np.concatenate([sure, order[above + np.cumsum(ordered) - ordered < limit]]))
+
+
 def keep(
     row: Row, highest: np.float32, temperature: float, top_k: int, top_p: float, min_p: float, scratch: Scratch
 ) -> tuple[Ids, Row]:
@@ -123,9 +143,7 @@ def keep(
         ids = np.flatnonzero(scratch.weights >= np.float32(floor))
         weights = scratch.weights[ids]
     if top_p < 1.0:
-        order = np.argsort(-weights, kind="stable")
-        ordered = weights[order].astype(np.float64)
-        kept = np.sort(order[np.cumsum(ordered) - ordered < top_p * total])
+        kept = nucleus(weights, top_p * total)
         ids, weights = ids[kept], weights[kept]
     if min_p > 0.0:
         likely = weights >= np.float32(min_p)
