@@ -324,21 +324,24 @@ def test_ids_outside_the_vocabulary_fail_their_own_sequence(token):
 
 def test_nan_logits_fail_their_own_sequence():
     rig = Rig()
-    rig.decoder._embed[49] = float("nan")  # a broken row of the embedding, which is the head too
-    rig.decoder._embed[48] = 0
-    clean, head = rig.decoder._embed.clone(), rig.decoder.logits
-    clean[49] = 0
-    rig.decoder.logits = lambda hidden: torch.where(
-        hidden.isnan().any(1, keepdim=True), float("nan"), head(hidden.nan_to_num()).nan_to_num(nan=-9.0)
-    )
+    rig.decoder._embed[49] = float("nan")  # whoever reads token 49 gets NaN from there on
+    head = rig.decoder.logits
+
+    def logits(hidden):
+        """The tied head has the broken row too: its column is put right, rows of the sequence are not."""
+        result = head(hidden)
+        result[:, 49] = torch.where(hidden.isnan().any(1), float("nan"), -9.0)
+        return result
+
+    rig.decoder.logits = logits
     params = SamplingParams(temperature=0, prompt_logprobs=1)
-    drawn = rig.run(
+    result = rig.run(
         ScheduledSequence(0, 0, (1, 49, 3), rig.tables(0, 1), (0,), 1),
         ScheduledSequence(1, 0, PROMPT, rig.tables(0, 3), (1,)),
         starts=(start(0, (1, 49, 3), params=params), start(1, PROMPT)),
     )
-    assert "no usable maximum" in drawn.drawn[0].error and drawn.prompt_logprobs[0] == ()
-    assert drawn.drawn[1].error is None and len(drawn.drawn[1].token_ids) == 1
+    assert "no usable maximum" in result.drawn[0].error and result.prompt_logprobs[0] == ()
+    assert result.drawn[1].error is None and len(result.drawn[1].token_ids) == 1
 
 
 # -- broken plans ---------------------------------------------------------------------------------------------------
@@ -397,14 +400,6 @@ def test_largest_step_fills_the_budget_and_runs(seqs, length, tokens):
     assert max(s.num_tokens for s in plan.scheduled) <= length
     rig = Rig(num_blocks=num_blocks, spec=spec, **limits)
     assert len(rig.runner.execute(plan).drawn) == len(plan.scheduled)
-    peak = largest_step_bytes(
-        FakeDecoder(spec),
-        spec,
-        layout,
-        ReferenceAttention,
-        dtype=torch.float32,
-        device="cpu",
-        vocab_size=VOCAB,
-        **limits,
-    )
+    kind = {"dtype": torch.float32, "device": "cpu", "vocab_size": VOCAB}
+    peak = largest_step_bytes(FakeDecoder(spec), spec, layout, ReferenceAttention, **kind, **limits)
     assert 0 <= peak < 1 << 30

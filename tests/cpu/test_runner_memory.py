@@ -99,7 +99,7 @@ def test_an_allocator_that_refuses_is_a_config_error(monkeypatch):
         raise RuntimeError("not enough memory: you tried to allocate")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(ConfigError, match="allocator refused .* 3 blocks .* you tried"):
+    with pytest.raises(ConfigError, match=r"allocator refused .* 3 blocks .* you tried"):
         KVStore.allocate(LAYOUT, SPEC, 3, dtype=torch.float32)
 
 

@@ -28,9 +28,8 @@ class FakeDecoder:
         for layer in range(spec.num_layers):
             product = torch.cat([row @ self._qkv[layer] for row in h.split(1)])
             q, k, v = product.split(self._sizes, -1)
-            attention.write(
-                layer, k.reshape(-1, spec.num_kv_heads, spec.head_dim), v.reshape(-1, spec.num_kv_heads, spec.head_dim)
-            )
+            key_shape = (-1, spec.num_kv_heads, spec.head_dim)
+            attention.write(layer, k.reshape(key_shape), v.reshape(key_shape))
             mixed = attention.attend(layer, q.reshape(-1, spec.num_heads, spec.head_dim)).reshape(len(h), -1)
             h = torch.tanh(h + torch.cat([row @ self._out[layer] for row in mixed.split(1)]))
         return h
