@@ -189,15 +189,15 @@ def test_every_engine_setting_has_an_option_that_reaches_it() -> None:
     assert left_out == {"seed", "skip_tokenizer_init", "max_preemptions", "max_queue"}
 
 
+ALL_SAMPLING = (
+    "--n 2 --best-of 3 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 0.1 "
+    "--frequency-penalty 0.2 --repetition-penalty 1.1 --seed 3 --max-tokens rest --min-tokens 2 --stop a --stop \\n "
+    "--stop-token-id 4 --include-stop --ignore-eos --logprobs 1 --deadline-ms 5"
+)
+
+
 def test_every_sampling_option_reaches_its_parameter() -> None:
-    given = build_parser().parse_args(
-        [
-            *(["generate", "x", "--n", "2", "--best-of", "3", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1"]),
-            *(["--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.1", "--seed", "3"]),
-            *(["--max-tokens", "rest", "--min-tokens", "2", "--stop", "a", "--stop", "\\n", "--stop-token-id", "4", "--include-stop"]),
-            *(["--ignore-eos", "--logprobs", "1", "--deadline-ms", "5"]),
-        ]
-    )
+    given = build_parser().parse_args(["generate", "x", *ALL_SAMPLING.split()])
     settings = options.sampling_settings(given)
     assert set(settings) == set(options.SAMPLING_PARAMETERS)
     assert settings["stop"] == ["a", "\n"] and settings["max_tokens"] is None

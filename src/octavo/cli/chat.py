@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import add_engine_options, add_sampling_options, refuse, sampling_settings
-from octavo.cli.terminal import bold, notice
+from octavo.cli.terminal import notice
 from octavo.errors import PromptError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompts import Prompt
@@ -106,7 +106,7 @@ def converse(llm: LLM, system: str | None, params: SamplingParams) -> int:
         params = with_stop(params, "\nUser:")
     while True:
         try:
-            line = input(bold("> ") if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return 0
         if line in ("/exit", "/quit"):

@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import (
@@ -88,11 +90,13 @@ def answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Sampl
 
     begin = time.perf_counter()
     if not args.show_blocks:
-        tokens = _answer(llm, args, prompts, params)
+        tokens, show = _answer(llm, args, prompts, params)
+        show()
     else:
-        # Live only where it cannot mix with text that is being printed.
+        # A live display owns the terminal: nothing else may be printed before it has gone.
         with BlockWatch(llm, live=not args.stream) as watch:
-            tokens = _answer(llm, args, prompts, params)
+            tokens, show = _answer(llm, args, prompts, params)
+        show()
         if args.json:
             print(json.dumps({"blocks": watch.lines()}, ensure_ascii=False))
         else:
@@ -149,20 +153,25 @@ def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
     return BeamSearchParams(beam_width=args.beam_width, **options)
 
 
-def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any) -> int:
-    """Print the answers; returns the number of tokens drawn."""
+def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any) -> tuple[int, Callable[[], None]]:
+    """The number of tokens drawn, and what prints the answers (a stream has printed its own by then)."""
     if isinstance(params, BeamSearchParams):
-        found = llm.beam_search(prompts, params, use_tqdm=True)
-        for number, beams in enumerate(found):
-            _print_beams(beams, number if len(found) > 1 else None, args.json)
-        return sum(len(s.token_ids) for b in found for s in b.sequences)
+        found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks)
+        return sum(len(s.token_ids) for b in found for s in b.sequences), partial(_print_all, found, args.json)
     if args.stream:
-        return _stream(llm, prompts[0], params, args.json)
+        return _stream(llm, prompts[0], params, args.json), lambda: None
     # The block display and the progress bar would draw over each other.
     outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks)
+    return sum(len(s.token_ids) for o in outputs for s in o.outputs), partial(_print_all, outputs, args.json)
+
+
+def _print_all(outputs: Sequence[RequestOutput | BeamSearchOutput], as_json: bool) -> None:
     for number, output in enumerate(outputs):
-        _print_output(output, number if len(outputs) > 1 else None, args.json)
-    return sum(len(s.token_ids) for o in outputs for s in o.outputs)
+        shown_number = number if len(outputs) > 1 else None
+        if isinstance(output, BeamSearchOutput):
+            _print_beams(output, shown_number, as_json)
+        else:
+            _print_output(output, shown_number, as_json)
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool) -> int:
