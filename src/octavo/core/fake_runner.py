@@ -1,0 +1,196 @@
+"""A runner without a model: scripted tokens, and a memory that checks what a real one would silently get wrong.
+
+`FakeRunner` keeps, for every slot of every block, which token content it stands for (a hash of everything before it), moves
+those through copies and swaps, and on every step compares what a kernel would read through the block table with the
+sequence's true tokens. A block reused too early, a missing copy, a stale table entry: each fails at the step that
+does it. It can also run one step behind, as a GPU does.
+
+Public: tests of the scheduler, the server and the views use it, and so can yours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from octavo.core.kv_layout import KVLayout
+from octavo.core.step import (
+    LAST_SAMPLED,
+    Drawn,
+    ScheduledSequence,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TransferKind,
+)
+from octavo.errors import InternalError
+
+Script = Callable[[Sequence[int], int], int]  # (tokens so far, sample index) -> next token
+
+
+def default_script(tokens: Sequence[int], sample_index: int, vocab: int = 997) -> int:
+    """A token that depends on the whole sequence, so any mistake changes what follows. Never 0."""
+    state = 17 + 31 * sample_index
+    for t in tokens[-8:]:
+        state = (state * 1000003 + t + 1) & 0xFFFFFFFF
+    return 1 + (state + len(tokens)) % (vocab - 1)
+
+
+class _Row:
+    """What the runner keeps of one sequence."""
+
+    def __init__(self, start: SequenceStart, num_groups: int) -> None:
+        self.start = start
+        self.tokens = list(start.token_ids)
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.drawn = 0
+
+
+class FakeRunner:
+    """Executes plans over imaginary KV. `script` decides the tokens; `vocab_size` bounds beam candidates."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        script: Script = default_script,
+        num_host_blocks: int = 0,
+        vocab_size: int = 997,
+        check: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.script = script
+        self.vocab_size = vocab_size
+        self.check = check
+        self._kv: list[list[int]] = [[-1] * layout.block_size for _ in range(num_blocks if check else 0)]
+        self._host: list[list[int]] = [[-1] * layout.block_size for _ in range(num_host_blocks if check else 0)]
+        self._rows: dict[int, _Row] = {}
+        self.steps = 0
+        self.computed_tokens = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Obey the plan in the documented order, checking every read."""
+        self.steps += 1
+        for seq_id in plan.ends:
+            self._rows.pop(seq_id, None)
+        for start in plan.starts:
+            self._rows[start.seq_id] = _Row(start, self.layout.num_groups)
+        if self.check:
+            self._transfer(plan)
+        drawn: dict[int, Drawn] = {}
+        prompt_logprobs = {}
+        for item in plan.scheduled:
+            self._compute(item)
+        if self.check:
+            for item in plan.scheduled:  # after all writes: nobody may have written into another's block
+                self._verify(item)
+        for item in plan.scheduled:
+            row = self._rows[item.seq_id]
+            if item.prompt_logprobs is not None:
+                end = min(item.start + item.num_tokens, row.start.prompt_len - 1)
+                prompt_logprobs[item.seq_id] = tuple(
+                    TokenLogprobs((row.tokens[p + 1],), (-1.0,), 1) for p in range(item.start, end)
+                )
+            known = row.tokens[: item.start + item.num_tokens]
+            for seq_id in item.sample_ids:
+                drawn[seq_id] = self._draw(seq_id, known)
+        return StepResult(plan.step_id, drawn, prompt_logprobs)
+
+    def block_table(self, seq_id: int, group: int = 0) -> list[int]:
+        """The table as the runner knows it, to compare with the scheduler's."""
+        return list(self._rows[seq_id].tables[group])
+
+    # -- imaginary KV --------------------------------------------------------------------------------------------
+
+    def _transfer(self, plan: StepPlan) -> None:
+        pools = {
+            TransferKind.COPY: (self._kv, self._kv),
+            TransferKind.SWAP_OUT: (self._kv, self._host),
+            TransferKind.SWAP_IN: (self._host, self._kv),
+        }
+        for move in plan.transfers:
+            source, destination = pools[move.kind]
+            destination[move.destination][:] = source[move.source]
+
+    def _compute(self, item: ScheduledSequence) -> None:
+        row = self._rows[item.seq_id]
+        for update in item.tables:
+            table = row.tables[update.group]
+            end = update.first + len(update.block_ids)
+            if update.first > len(table):
+                raise InternalError(f"sequence {item.seq_id}: table update leaves a gap at {len(table)}")
+            table[update.first : end] = update.block_ids
+        for offset, token in enumerate(item.token_ids):
+            position = item.start + offset
+            if token == LAST_SAMPLED:
+                if position >= len(row.tokens):
+                    raise InternalError(f"sequence {item.seq_id}: no token was drawn for position {position}")
+            elif position < len(row.tokens):
+                if row.tokens[position] != token:
+                    raise InternalError(f"sequence {item.seq_id}: token at {position} is {row.tokens[position]}")
+            else:
+                row.tokens.append(token)
+        self.computed_tokens += item.num_tokens
+        if self.check:
+            size = self.layout.block_size
+            marks = self._marks(row, item.start + item.num_tokens)
+            for group, table in enumerate(row.tables):
+                for position in range(item.start, item.start + item.num_tokens):
+                    self._kv[table[position // size]][position % size] = hash((marks[position], group))
+
+    def _marks(self, row: _Row, end: int) -> list[int]:
+        """What the KV at each position stands for: all tokens up to it."""
+        marks, mark = [], 0
+        for token in row.tokens[:end]:
+            mark = hash((mark, token))
+            marks.append(mark)
+        return marks
+
+    def _verify(self, item: ScheduledSequence) -> None:
+        row = self._rows[item.seq_id]
+        size = self.layout.block_size
+        end = item.start + item.num_tokens
+        marks = self._marks(row, end)
+        for group, (table, kind) in enumerate(zip(row.tables, self.layout.groups)):
+            for position in range(kind.first_needed(item.start), end):
+                block = table[position // size]
+                if self._kv[block][position % size] != hash((marks[position], group)):
+                    raise InternalError(
+                        f"sequence {item.seq_id}, group {group}: position {position} reads block {block}, "
+                        "which holds another content"
+                    )
+
+    def _draw(self, seq_id: int, known: list[int]) -> Drawn:
+        row = self._rows[seq_id]
+        start = row.start
+        if start.num_candidates:
+            first = self.script(known, 0)
+            ids = [1 + (first + 7 * i) % (self.vocab_size - 1) for i in range(start.num_candidates)]
+            ids = list(dict.fromkeys(ids))
+            logprobs = tuple(-0.5 - 0.37 * i - (known[-1] % 5) * 0.01 for i in range(len(ids)))
+            return Drawn((), (TokenLogprobs(tuple(ids), logprobs, 0),))
+        token = self.script(known, start.sample_index)
+        del row.tokens[len(known) :]
+        row.tokens.append(token)
+        entry = () if start.params.logprobs is None else (TokenLogprobs((token,), (-0.5,), 1),)
+        return Drawn((token,), entry)
+
+
+class DelayedRunner:
+    """Runs plans as a device does whose results are seen `delay` steps late: submit, then collect in order."""
+
+    def __init__(self, runner: FakeRunner, delay: int = 1) -> None:
+        self.runner = runner
+        self.delay = delay
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> StepResult | None:
+        """Execute the plan; returns the result that is due now, if any."""
+        self._results.append(self.runner.execute(plan))
+        return self._results.popleft() if len(self._results) > self.delay else None
+
+    def collect(self) -> StepResult | None:
+        """The oldest result not seen yet."""
+        return self._results.popleft() if self._results else None

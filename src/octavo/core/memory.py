@@ -1,0 +1,271 @@
+"""All KV memory of an engine behind one door: pool, block tables, prefix cache, host pool for swapped blocks.
+
+The scheduler decides who gets memory; this class carries it out and collects the block transfers that the next plan
+must run, in the order in which they were decided. Order is what makes reuse safe: a block that is copied away, released and
+handed to another sequence within one plan is read before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.core.allocation import Allocation, PagedAllocation
+from octavo.core.block_pool import BlockPool
+from octavo.core.block_table import RELEASED
+from octavo.core.kv_layout import KVLayout
+from octavo.core.prefix_cache import Match, PrefixCache
+from octavo.core.sequence import CacheReport, Miss, Request, Sequence
+from octavo.core.settings import SchedulerSettings
+from octavo.core.static_allocation import StaticAllocation
+from octavo.core.step import BlockTransfer, TransferKind
+from octavo.errors import AuditError
+
+
+class KVMemory:
+    """Blocks of one device pool and one host pool."""
+
+    def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
+        self.layout = layout
+        self.pool = BlockPool(settings.num_blocks)
+        self.host_pool = BlockPool(settings.num_host_blocks) if settings.num_host_blocks else None
+        self.allocation: Allocation
+        if settings.allocation == "static":
+            self.allocation = StaticAllocation(self.pool, layout, max_model_len=settings.max_model_len)
+        else:
+            self.allocation = PagedAllocation(self.pool, layout, copy_on_write=settings.copy_on_write)
+        self.cache = PrefixCache(self.pool, layout) if settings.enable_prefix_caching else None
+        self._transfers: list[BlockTransfer] = []
+        self.num_copies = 0
+        self.num_forks = 0
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
+        self.peak_filled = 0.0
+
+    # -- prefix cache --------------------------------------------------------------------------------------------
+
+    def find(self, seq: Sequence, *, partial: bool = True) -> Match:
+        """What of the sequence's tokens is cached. Pure but for the memoised hashes of the sequence."""
+        if self.cache is None or seq.request.sampling.prompt_logprobs is not None:
+            return Match()
+        root = self._extend_keys(seq)
+        limit = self._limit(seq)
+        return self.cache.match(seq.keys, seq.token_ids, root, limit=limit, partial=partial)
+
+    def _limit(self, seq: Sequence) -> int:
+        """Tokens that may come from the cache: all but one, and only the prompt while siblings wait to fork off it."""
+        request = seq.request
+        waiting = not request.forked and request.num_live() > 1
+        return (request.prompt_len if waiting else len(seq.token_ids)) - 1
+
+    def _extend_keys(self, seq: Sequence) -> bytes:
+        assert self.cache is not None
+        request = seq.request
+        root = request.cache_root
+        if root is None:
+            root = request.cache_root = self.cache.root_key(request.cache_salt, request.adapter)
+        self.cache.extend_keys(seq.keys, root, seq.token_ids, len(seq.token_ids))
+        return root
+
+    def next_key(self, seq: Sequence, match: Match) -> bytes | None:
+        """Key of the first full block that the match lacks."""
+        at = match.num_tokens // self.layout.block_size
+        return seq.keys[at] if at < len(seq.keys) else None
+
+    def report(self, seq: Sequence, match: Match) -> CacheReport:
+        """Count the look-up and say why it ended where it did."""
+        if self.cache is None:
+            return CacheReport(0, 0, Miss("off"))
+        if seq.request.sampling.prompt_logprobs is not None:
+            return CacheReport(0, 0, Miss("prompt logprobs"))
+        root, limit = self._extend_keys(seq), self._limit(seq)
+        miss = self.cache.explain(seq.keys, seq.token_ids, root, match, limit)
+        counters = self.cache.counters
+        counters.queries += limit // self.layout.block_size
+        counters.hits += match.num_tokens // self.layout.block_size
+        counters.queried_tokens += limit + 1
+        counters.hit_tokens += match.num_tokens
+        counters.miss_reasons[miss.kind] = counters.miss_reasons.get(miss.kind, 0) + 1
+        return CacheReport(match.num_blocks, match.num_tokens, miss)
+
+    def publish(self, seq: Sequence) -> list[bytes]:
+        """Make the sequence's newly completed blocks findable; returns their keys."""
+        if self.cache is None:
+            return []
+        size = self.layout.block_size
+        full = min(seq.num_done, len(seq.token_ids)) // size
+        if full <= seq.num_published:
+            return []
+        root = self._extend_keys(seq)
+        done = []
+        for i in range(seq.num_published, full):
+            tokens = seq.token_ids[i * size : (i + 1) * size]
+            parent = seq.keys[i - 1] if i else root
+            for group, table in enumerate(seq.tables):
+                if i >= table.first_live:
+                    self.cache.publish(seq.keys[i], parent, tokens, i, group, table.ids[i])
+            done.append(seq.keys[i])
+        seq.num_published = full
+        return done
+
+    # -- a sequence's blocks -------------------------------------------------------------------------------------
+
+    def acquire(self, seq: Sequence, match: Match) -> None:
+        """Take the match over into fresh tables: counts first, before anything else is taken from the pool."""
+        if self.cache is not None and match.num_tokens:
+            self.cache.acquire(match)
+        self.allocation.open(seq, match)
+        seq.num_computed = seq.num_done = match.num_tokens
+        seq.num_published = match.num_tokens // self.layout.block_size
+
+    def extend(self, seq: Sequence, start: int, upto: int) -> None:
+        """Blocks for positions start..upto-1, private where they will be written. Counted by the caller."""
+        copies = self.allocation.extend(seq, start, upto)
+        seq.writable_until = len(seq.tables[0].ids) * self.layout.block_size
+        if copies:
+            self.num_copies += len(copies)
+            self._transfers += copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.num_forks += 1
+        copies = self.allocation.fork(parent, child)
+        self.num_copies += len(copies)
+        self._transfers += copies
+        child.num_computed, child.num_done = parent.num_computed, parent.num_done
+        child.num_published = parent.num_published
+        # Only the shared tokens: a resumed parent knows keys of its own output already.
+        child.keys = parent.keys[: parent.num_computed // self.layout.block_size]
+        parent.writable_until = child.writable_until = 0
+
+    def close(self, seq: Sequence) -> int:
+        """Give back every block of the sequence, wherever it is."""
+        seq.writable_until = 0
+        swapped = seq.request.swapped
+        if swapped is not None and seq.seq_id in swapped:
+            assert self.host_pool is not None
+            for ids in swapped.pop(seq.seq_id):
+                self.host_pool.release_all(b for b in reversed(ids) if b != RELEASED)
+        return self.allocation.close(seq)
+
+    def truncate(self, seq: Sequence) -> None:
+        """Drop blocks beyond what has been computed (a planned step that did not happen)."""
+        seq.writable_until = 0
+        if isinstance(self.allocation, PagedAllocation):
+            for table in seq.tables:
+                table.truncate(seq.num_computed)
+
+    # -- swapping ------------------------------------------------------------------------------------------------
+
+    def swap_size(self, request: Request) -> int:
+        """Distinct device blocks that swapping the request out would move."""
+        return len({b for s in request.live() for t in s.tables for b in t.live_ids()})
+
+    def swap_out(self, request: Request) -> int:
+        """Move the request's blocks to the host pool, sharing kept; returns how many were moved."""
+        assert self.host_pool is not None
+        moved: dict[int, int] = {}
+        request.swapped = {}
+        for seq in request.live():
+            if not seq.tables:
+                continue  # a sibling that has not forked yet
+            tables = []
+            for table in seq.tables:
+                ids = []
+                for block in table.ids:
+                    if block == RELEASED:
+                        ids.append(RELEASED)
+                    elif block in moved:
+                        self.host_pool.count_up(moved[block])
+                        ids.append(moved[block])
+                    else:
+                        moved[block] = self.host_pool.take()
+                        self._transfers.append(BlockTransfer(TransferKind.SWAP_OUT, block, moved[block]))
+                        ids.append(moved[block])
+                tables.append(ids)
+            request.swapped[seq.seq_id] = tables
+            self.allocation.close(seq)
+        self.num_swapped_out += len(moved)
+        return len(moved)
+
+    def swapped_size(self, request: Request) -> int:
+        """Device blocks that bringing the request back takes."""
+        tables = (request.swapped or {}).values()
+        return len({b for t in tables for ids in t for b in ids if b != RELEASED})
+
+    def swap_in(self, request: Request) -> None:
+        """Bring a swapped request back; the caller has counted `swapped_size` blocks."""
+        assert self.host_pool is not None and request.swapped is not None
+        back: dict[int, int] = {}
+        for seq in request.live():
+            host_tables = request.swapped.pop(seq.seq_id, None)
+            if host_tables is None:
+                continue
+            self.allocation.open(seq)
+            for table, ids in zip(seq.tables, host_tables):
+                released = sum(b == RELEASED for b in ids)
+                table.skip(released)
+                for host in ids[released:]:
+                    if host in back:
+                        self.pool.count_up(back[host])
+                    else:
+                        back[host] = self.pool.take()
+                        self._transfers.append(BlockTransfer(TransferKind.SWAP_IN, host, back[host]))
+                    table.adopt(back[host])
+                    self.host_pool.release(host)
+            seq.num_published = 0  # its blocks are new: publish them again where the content is gone
+        request.swapped = None
+        self.num_swapped_in += len(back)
+
+    # -- for the plan --------------------------------------------------------------------------------------------
+
+    def take_transfers(self) -> tuple[BlockTransfer, ...]:
+        transfers, self._transfers = tuple(self._transfers), []
+        return transfers
+
+    # -- trust ---------------------------------------------------------------------------------------------------
+
+    def holders(self, requests: Iterable[Request]) -> tuple[dict[int, int], dict[int, int]]:
+        """(device, host): block -> number of tables that hold it."""
+        device: dict[int, int] = {}
+        host: dict[int, int] = {}
+        for request in requests:
+            for seq in request.sequences:
+                for table in seq.tables:
+                    self._audit_table(table.ids, table.first_live, seq.seq_id, table.group)
+                    for block in table.live_ids():
+                        device[block] = device.get(block, 0) + 1
+            for tables in (request.swapped or {}).values():
+                for ids in tables:
+                    for block in ids:
+                        if block != RELEASED:
+                            host[block] = host.get(block, 0) + 1
+        return device, host
+
+    def _audit_table(self, ids: list[int], first_live: int, seq_id: int, group: int) -> None:
+        seen: set[int] = set()
+        for logical, block in enumerate(ids):
+            where = f"sequence {seq_id}, group {group}, logical block {logical}"
+            if (block == RELEASED) != (logical < first_live):
+                raise AuditError(f"{where}: entry {block} contradicts first_live={first_live}")
+            if block != RELEASED and not 0 <= block < self.pool.num_blocks:
+                raise AuditError(f"{where}: block {block} is outside the pool of {self.pool.num_blocks}")
+            if block != RELEASED and block in seen:
+                raise AuditError(f"{where}: block {block} is twice in one table")
+            seen.add(block)
+
+    def audit(self, requests: Iterable[Request]) -> None:
+        """Everything must agree: counts and tables, list and states, hashes and blocks. O(pool)."""
+        requests = list(requests)
+        device, host = self.holders(requests)
+        self.pool.audit(device)
+        if self.host_pool is not None:
+            self.host_pool.audit(host)
+        if self.cache is not None:
+            self.cache.audit()
+        for request in requests:
+            for seq in request.live():
+                for table in seq.tables:
+                    if table.num_missing(seq.num_computed):
+                        raise AuditError(
+                            f"sequence {seq.seq_id}, group {table.group}: {len(table.ids)} blocks cannot hold "
+                            f"{seq.num_computed} computed positions"
+                        )
