@@ -62,9 +62,7 @@ def write_gguf(
         if target in drop:
             continue
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            weight = interleaved(
-                weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            )
+            weight = interleaved(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
         if gemma and "norm" in name:
             weight = weight + 1.0
         _add_tensor(writer, target, weight.numpy(), kind)

@@ -2,7 +2,7 @@
 
 Every key that changes the mathematics is read, or refused by name; a key that is neither known nor empty is refused
 too, since nobody can tell what it does. Defaults are those of each family's configuration class. What only the weight
-files can decide (is the head tied?) is passed in as `has_head`.
+files can decide (is the head tied?) is passed in as `head`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from octavo.models.rope_reader import rotary_specs
 from octavo.models.spec import ModelSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+#: The output head in the weight files: not there; there without an embedding; a copy of it; something of its own.
+HeadState = Literal["absent", "only", "equal", "own"]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
 }  # fmt: skip
@@ -177,10 +179,10 @@ def family_of(config: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def spec_from_config(config: Mapping[str, Any], has_head: bool | None = None) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], head: HeadState | None = None) -> ModelSpec:
     """The spec of a Hugging Face config.
 
-    has_head: does a weight file hold an output head of its own? None: unknown, believe the flag. Raises ModelError.
+    head: what the weight files hold as output head. None: unknown, believe the flag. Raises ModelError.
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"config: must be a JSON object, got {type(config).__name__}")
@@ -226,7 +228,7 @@ def spec_from_config(config: Mapping[str, Any], has_head: bool | None = None) ->
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=read.flag("mlp_bias") if family.mlp_bias else False,
-        tied_head=_tied(config, family, has_head),
+        tied_head=_tied(config, family, head),
         attention_softcap=read.real("attn_logit_softcapping") if "attn_logit_softcapping" in family.keys else None,
         logit_softcap=read.real("final_logit_softcapping") if "final_logit_softcapping" in family.keys else None,
         bos_token_id=next(iter(_ids("bos_token_id", read.get("bos_token_id"))), None),
@@ -313,20 +315,18 @@ def _activation(config: Mapping[str, Any], family: Family) -> Activation:
     return "gelu_tanh" if family.gemma and name == "gelu" else ACTIVATIONS[name]
 
 
-def _tied(config: Mapping[str, Any], family: Family, has_head: bool | None) -> bool:
-    """Flag and files together; where they contradict, a missing head is an error and a present one is used."""
+def _tied(config: Mapping[str, Any], family: Family, head: HeadState | None) -> bool:
+    """Flag and files together: a head that differs from the embedding is used, one that is missing must be tied."""
     flag = config.get("tie_word_embeddings", family.tied)
     flag = family.tied if flag is None else flag
     if not isinstance(flag, bool):
         raise ModelError(f"config: tie_word_embeddings={flag!r}: must be true or false")
-    if has_head is None:
-        return flag
-    if not flag and not has_head:
+    if head == "absent" and not flag:
         raise ModelError(
             "config: tie_word_embeddings is false but the weight files hold no lm_head.weight; "
             "the file is incomplete, or the flag should be true"
         )
-    return flag and not has_head
+    return {None: flag, "absent": True, "only": flag, "equal": True, "own": False}[head]
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -181,12 +181,14 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
 
 
 def _add_special(tokenizer: Tokenizer, file: GGUFFile, kind: str) -> None:
-    """Control tokens are special; user-defined ones are only kept whole."""
+    """Control tokens and those with a role are special; user-defined ones are only kept whole."""
     tokens, types = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
     if types is None:
         return
     alphabet = set(byte_alphabet().values()) if kind == "gpt2" else None
-    control, whole = [], []
+    roles = [file.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")]
+    named = [tokens[i] for i in roles if i is not None and i < len(tokens)]
+    control, whole = [AddedToken(token, normalized=False, special=True) for token in named], []
     for token, token_type in zip(tokens, types.tolist(), strict=True):
         # In a byte-level vocabulary a control token outside the byte alphabet is a mislabelled ordinary one.
         if token_type == CONTROL and (alphabet is None or set(token) <= alphabet):

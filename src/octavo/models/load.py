@@ -21,7 +21,7 @@ from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_loader import open_gguf
 from octavo.models.gguf_reader import spec_from_gguf
 from octavo.models.resolve import ModelFiles, resolve_model
-from octavo.models.safetensors_loader import SafetensorsFiles, has_own_head, open_safetensors, read_json
+from octavo.models.safetensors_loader import SafetensorsFiles, head_state, open_safetensors, read_json
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import LazyWeights, Progress
 
@@ -65,13 +65,13 @@ class _Source:
         if self._gguf is not None:
             self.spec = spec_from_gguf(self._gguf)
             return
-        has_head = None
+        head = None
         if not self._dummy:
             self._tensors = SafetensorsFiles(files.path)
-            has_head = has_own_head(self._tensors)
+            head = head_state(self._tensors)
         path = files.path / "config.json"
         try:
-            spec = spec_from_config(read_json(path), has_head)
+            spec = spec_from_config(read_json(path), head)
         except ModelError as error:
             raise ModelError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
         self.spec = replace(spec, eos_token_ids=_generation_ends(files.path) or spec.eos_token_ids)

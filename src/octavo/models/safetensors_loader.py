@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
+from octavo.models.config_reader import HeadState
 from octavo.models.names import is_norm, weight_shapes
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries
@@ -137,13 +138,16 @@ class SafetensorsFiles:
         return tensor
 
 
-def has_own_head(files: SafetensorsFiles) -> bool:
-    """Is there an output head that differs from the embedding? Equal copies (old exports) count as tied."""
+def head_state(files: SafetensorsFiles) -> HeadState:
+    """What the files hold as output head. Only a head of the embedding's shape and first row is compared in full."""
     if HEAD not in files:
-        return False
-    if EMBEDDING not in files or files.describe(HEAD) != files.describe(EMBEDDING):
-        return True
-    return not torch.equal(files.read(HEAD), files.read(EMBEDDING))
+        return "absent"
+    if EMBEDDING not in files:
+        return "only"
+    if files.describe(HEAD) != files.describe(EMBEDDING):
+        return "own"
+    head, embedding = files.read(HEAD), files.read(EMBEDDING)
+    return "equal" if torch.equal(head[:1], embedding[:1]) and torch.equal(head, embedding) else "own"
 
 
 def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Progress | None = None) -> LazyWeights:
@@ -154,7 +158,7 @@ def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Prog
         canonical = canonical_name(name, spec)
         if canonical == "head.weight" and spec.tied_head:
             if EMBEDDING in files:
-                continue  # an equal copy, see `has_own_head`
+                continue  # an equal copy, see `head_state`
             canonical = "embedding.weight"  # tied, and only the other name of the pair was saved
         if canonical is None:
             if not any(pattern.fullmatch(name) for pattern in HARMLESS):

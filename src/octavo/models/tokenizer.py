@@ -19,7 +19,7 @@ from octavo.errors import ModelError, PromptError
 from octavo.models.chat_template import render_chat
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_reader import end_ids
-from octavo.models.gguf_tokenizer import set_begin_and_end, tokenizer_from_gguf
+from octavo.models.gguf_tokenizer import tokenizer_from_gguf
 from octavo.models.safetensors_loader import read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -134,10 +134,11 @@ def load_tokenizer_directory(directory: Path, fallback_eos: tuple[int, ...] = ()
         raise ModelError(f"{path}: broken tokenizer file: {error}") from error
     config = _optional_json(directory / "tokenizer_config.json")
     named = _special_tokens(_optional_json(directory / "special_tokens_map.json"), config)
-    missing = [AddedToken(t, special=True, normalized=False) for t in named.values() if backend.token_to_id(t) is None]
     _add_configured_tokens(backend, config)
-    backend.add_special_tokens([t for t in missing if backend.token_to_id(t.content) is None])
-    _apply_begin_end_flags(backend, config, named)
+    missing = [AddedToken(t, special=True, normalized=False) for t in named.values() if backend.token_to_id(t) is None]
+    backend.add_special_tokens(missing)
+    # add_bos_token / add_eos_token of tokenizer_config.json speak to classes without a tokenizer.json: the
+    # post-processor inside this one decides, as in the transformers library.
     bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else bos
     return Tokenizer(
         backend,
@@ -174,20 +175,6 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
         if backend.token_to_id(token["content"]) is None:
             flags = {f: bool(token.get(f, False)) for f in ("single_word", "lstrip", "rstrip", "normalized", "special")}
             backend.add_tokens([AddedToken(token["content"], **flags)])
-
-
-def _apply_begin_end_flags(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Explicit add_bos_token / add_eos_token replace what tokenizer.json does; silent files leave it alone."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-
-    def pair(role: str, flag: str) -> tuple[str, int] | None:
-        token = named.get(role)
-        token_id = None if token is None or not config.get(flag) else backend.token_to_id(token)
-        return None if token is None or token_id is None else (token, token_id)
-
-    begin, end = pair("bos_token", "add_bos_token"), pair("eos_token", "add_eos_token")
-    set_begin_and_end(backend, begin, end)
 
 
 def _end_ids(directory: Path, backend: Backend, named: Mapping[str, str], fallback: tuple[int, ...]) -> tuple[int, ...]:
