@@ -11,6 +11,7 @@ always advances; what was admitted finishes, because at the door it was counted 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from octavo.core.step import (
     TokenLogprobs,
 )
 from octavo.errors import InternalError
+
+logger = logging.getLogger("octavo.core")
 
 
 class SequenceNews(NamedTuple):
@@ -98,6 +101,7 @@ class Scheduler:
         self._ends: list[int] = []
         self._has_windows = any(g.window is not None for g in layout.groups)
         self._deadlines: dict[str, Request] = {}
+        self._ended: list[Request] = []
 
     # -- arrivals and departures -------------------------------------------------------------------------------
 
@@ -137,9 +141,10 @@ class Scheduler:
             return
         self._hand_over(seq)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.memory.close(seq)
+        held = self.memory.close(seq)
         self._forget_row(seq)
         request = seq.request
+        logger.debug("request %s, sequence %d: ends (%s), freed %d blocks", request.request_id, seq.seq_id, reason, held)
         if request.num_live():
             return
         request.state = RequestState.FINISHED
@@ -150,6 +155,12 @@ class Scheduler:
         del self.requests[request.request_id]
         self._deadlines.pop(request.request_id, None)
         self.counters.finished += 1
+        self._ended.append(request)
+
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended, for whatever reason, since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _hand_over(self, leader: Sequence) -> None:
         """The sequence that computes the prompt for its siblings leaves: the next one takes its blocks over."""
@@ -182,6 +193,10 @@ class Scheduler:
         at = bisect_left(self.running, request.key, key=lambda r: r.key)
         if at < len(self.running) and self.running[at] is request:
             del self.running[at]
+
+    def sequence(self, seq_id: int) -> Sequence | None:
+        """A sequence that has not ended."""
+        return self._sequences.get(seq_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -241,7 +256,10 @@ class Scheduler:
                 count = self._affordable(seq, count)
                 if not count:
                     return
+            before = self.memory.pool.num_available
             self.memory.extend(seq, seq.num_computed, seq.num_computed + count)
+            taken = before - self.memory.pool.num_available
+            logger.debug("request %s, sequence %d: took %d blocks", seq.request.request_id, seq.seq_id, taken)
         round_.decided[seq] = count
         round_.budget -= count
 
@@ -395,7 +413,7 @@ class Scheduler:
         for table in seq.tables:
             table.forget_sent()
         request = seq.request
-        params = request.sampling
+        params = request.runner_params
         starts.append(
             SequenceStart(
                 seq.seq_id,

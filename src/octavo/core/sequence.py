@@ -12,7 +12,7 @@ A step computes `num_tokens - num_computed` positions or a part of them; nothing
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,12 @@ class Request:
     def sampling(self) -> SamplingParams:
         """Sampling parameters; neutral ones for a beam search."""
         return self.params if isinstance(self.params, SamplingParams) else DEFAULT_PARAMS
+
+    @property
+    def runner_params(self) -> SamplingParams:
+        """What the sampler is told: best_of ranks by log-probability, so it needs the drawn tokens' own."""
+        params = self.sampling
+        return replace(params, logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
 
     @property
     def beam(self) -> BeamSearchParams | None:

@@ -1,0 +1,214 @@
+"""From a config to a running engine: device, dtype, weights, KV pool, backend, scheduler.
+
+The only place that decides sizes. What is chosen for the caller, and why, goes into the settings report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from octavo.config import Choice, EngineConfig, Facts, Resolved, resolve
+from octavo.core.allocation import PagedAllocation
+from octavo.core.block_pool import BlockPool
+from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.core.scheduler import Scheduler
+from octavo.core.settings import SchedulerSettings
+from octavo.engine import Engine
+from octavo.errors import ConfigError
+from octavo.kernels import cpu
+from octavo.kernels.interface import make_backend
+from octavo.kernels.ops import Ops, TorchOps
+from octavo.logs import logger
+from octavo.models.load import LoadedModel, load_model, pick_dtype
+from octavo.models.spec import ModelSpec
+from octavo.runner.kv_store import KVStore
+from octavo.runner.largest_step import largest_step_bytes
+from octavo.runner.memory import Budget, cpu_budget, cuda_budget
+from octavo.runner.model_runner import ModelRunner
+
+# The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
+MOVE_BYTES_PER_S = {"cpu": 8e9, "cuda": 20e9}
+FLOPS = {"cpu": 100e9, "cuda": 100e12}
+
+
+def build_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> Engine:
+    """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
+    if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
+        config = replace(config, debug=True)
+    device = _device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
+    model = load_model(config, dtype=dtype, device=device, ops=_ops(config, device, dtype), on_progress=report)
+    layout = layout_for(config, model.spec, dtype.itemsize)
+    budget = _budget(config, model, layout, dtype, device)
+    resolved = resolve(config, _facts(config, model.spec, layout, budget, device, dtype))
+    resolved = _settle_swap(resolved, layout, device)
+    final = resolved.config
+    assert final.num_blocks is not None and final.max_model_len is not None and final.swap_bytes is not None
+    host_blocks = final.swap_bytes // layout.bytes_per_block
+    store = KVStore.allocate(
+        layout, model.spec, final.num_blocks, dtype=dtype, device=device, num_host_blocks=host_blocks
+    )
+    backend = make_backend(final.attention_backend, store.cache, model.spec)
+    if final.attention_backend == "auto":
+        why = "fastest that fits" if backend.name != "reference" or device != "cpu" else cpu.why_unavailable()
+        final = replace(final, attention_backend=backend.name)
+        resolved = Resolved(final, (*resolved.choices, Choice("attention_backend", "auto", backend.name, why)))
+    runner = ModelRunner(
+        model.decoder,
+        store,
+        backend,
+        max_num_seqs=final.max_num_seqs,
+        max_model_len=final.max_model_len,  # type: ignore[arg-type]
+        max_num_batched_tokens=final.max_num_batched_tokens,
+        vocab_size=model.spec.vocab_size,
+    )
+    settings = scheduler_settings(final, layout, model.spec, host_blocks, device)
+    eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else model.spec.eos_token_ids
+    logger.info(
+        "%s: %d blocks of %d tokens (%.1f MiB), %s attention, %s on %s",
+        config.model,
+        final.num_blocks,
+        final.block_size,
+        final.num_blocks * layout.bytes_per_block / (1 << 20),  # type: ignore[operator]
+        backend.name,
+        dtype,
+        device,
+    )
+    return Engine(
+        resolved,
+        Scheduler(settings, layout),
+        runner,
+        spec=model.spec,
+        tokenizer=model.tokenizer,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=tuple(eos),
+    )
+
+
+def layout_for(config: EngineConfig, spec: ModelSpec, itemsize: int) -> KVLayout:
+    """Groups of layers over the pool; the static baseline and `hybrid_kv=False` keep one table for all layers."""
+    return build_layout(
+        spec.windows,
+        block_size=config.block_size,
+        bytes_per_token_layer=spec.kv_values_per_token_layer() * itemsize,
+        hybrid=config.hybrid_kv and config.allocation == "paged",
+    )
+
+
+def scheduler_settings(
+    config: EngineConfig, layout: KVLayout, spec: ModelSpec, host_blocks: int, device: str
+) -> SchedulerSettings:
+    """The scheduler's share of a resolved config."""
+    assert config.num_blocks is not None and config.max_model_len is not None
+    return SchedulerSettings(
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        allocation=config.allocation,
+        copy_on_write=config.copy_on_write,
+        enable_prefix_caching=bool(config.enable_prefix_caching),
+        preemption=config.preemption,
+        num_host_blocks=host_blocks,
+        swap_block_tokens=swap_block_tokens(layout, spec, device),
+        max_preemptions=config.max_preemptions,
+        max_queue=config.max_queue,
+        debug=config.debug,
+    )
+
+
+def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
+    """What moving one block out and back costs, in tokens computed in the same time."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    width = spec.num_heads * spec.head_dim + 2 * spec.num_kv_heads * spec.head_dim + spec.num_heads * spec.head_dim
+    per_layer = spec.hidden_size * (width + 3 * spec.intermediate_size)
+    token_seconds = 2 * spec.num_layers * per_layer / FLOPS[kind]
+    return 2 * layout.bytes_per_block / MOVE_BYTES_PER_S[kind] / token_seconds
+
+
+def _device(asked: str) -> str:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no CUDA device; use device='cpu', or install a CUDA build of torch")
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
+    if device != "cpu" or config.attention_backend == "reference":
+        return TorchOps()
+    if cpu.why_unavailable():
+        logger.warning("%s", cpu.why_unavailable())
+    return cpu.make_ops(dtype)
+
+
+def _budget(
+    config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, device: str
+) -> Budget:
+    """Bytes for KV blocks: as asked, or what the device can spare once the weights are in."""
+    if config.num_blocks is not None:
+        return Budget(config.num_blocks * layout.bytes_per_block, "as asked")
+    if device == "cpu":
+        if config.cpu_kv_bytes is not None:
+            return Budget(config.cpu_kv_bytes, f"cpu_kv_bytes={config.cpu_kv_bytes}")
+        return cpu_budget()
+    peak = largest_step_bytes(
+        model.decoder,
+        model.spec,
+        layout,
+        lambda cache, spec: make_backend(config.attention_backend, cache, spec),
+        dtype=dtype,
+        device=device,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len or model.spec.max_position_embeddings,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return cuda_budget(config.gpu_memory_utilization, peak, device)
+
+
+def _facts(
+    config: EngineConfig, spec: ModelSpec, layout: KVLayout, budget: Budget, device: str, dtype: torch.dtype
+) -> Facts:
+    counter = PagedAllocation(BlockPool(1), layout)
+    return Facts(
+        model_max_len=spec.max_position_embeddings,
+        bytes_per_block=layout.bytes_per_block,
+        num_groups=layout.num_groups,
+        blocks_for_longest=lambda length: counter.worst_case(length - 1, length, 1)
+        if config.allocation == "paged"
+        else layout.blocks_for(length) * layout.num_groups,
+        longest_for_blocks=counter.longest,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_budget_bytes=budget.bytes,
+        budget_reason=budget.reason,
+    )
+
+
+def _settle_swap(resolved: Resolved, layout: KVLayout, device: str) -> Resolved:
+    """Host memory for swapped blocks: none by default on a CPU (it is the same memory), else a quarter of the pool."""
+    config = resolved.config
+    assert config.num_blocks is not None
+    pool_bytes = config.num_blocks * layout.bytes_per_block
+    if config.swap_bytes is not None:
+        if config.swap_bytes and (config.preemption == "recompute" or config.allocation == "static"):
+            raise ConfigError(
+                f"swap_bytes={config.swap_bytes} has no effect with "
+                f"{'allocation=' + repr('static') if config.allocation == 'static' else 'preemption=' + repr('recompute')}"
+            )
+        if config.preemption == "swap" and config.swap_bytes < layout.bytes_per_block:
+            raise ConfigError(f"preemption='swap' needs swap_bytes of at least one block ({layout.bytes_per_block} bytes)")
+        return resolved
+    if config.preemption == "swap":
+        chosen, why = pool_bytes, "preemption='swap': as large as the pool"
+    elif device == "cpu" or config.preemption == "recompute" or config.allocation == "static":
+        chosen, why = 0, "swapping on a CPU moves within the same memory" if device == "cpu" else "nothing is swapped"
+    else:
+        chosen, why = pool_bytes // 4, "a quarter of the pool"
+    choice = Choice("swap_bytes", None, chosen, why)
+    return Resolved(replace(config, swap_bytes=chosen), (*resolved.choices, choice))

@@ -1,0 +1,300 @@
+"""The engine: one scheduler, one runner, and the text of every sequence between them.
+
+A step is `schedule -> execute -> update -> text`. The engine checks at the door what needs the model (vocabulary, limits),
+turns drawn tokens into text, ends sequences at stop strings in the very step that completes them, and hands out
+`RequestOutput`s. It knows no tensors and no block ids. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import EngineConfig, Resolved
+from octavo.core.record import Recorder
+from octavo.core.scheduler import Scheduler, SequenceNews
+from octavo.core.sequence import Request
+from octavo.core.step import Runner
+from octavo.core.view import PoolView, pool_view
+from octavo.door import Door
+from octavo.errors import InternalError, RequestError
+from octavo.logs import logger
+from octavo.outputs import BeamSearchOutput, RequestOutput
+from octavo.request_text import RequestText
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
+    from octavo.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start and gauges of now, computed when asked."""
+
+    running: int
+    waiting: int
+    steps: int
+    computed_tokens: int
+    generated_tokens: int
+    finished: int
+    aborted: int
+    deadlines: int
+    preemptions: int
+    swaps: int
+    recomputed_tokens: int
+    copies: int
+    forks: int
+    usage: float
+    free_blocks: int
+    cached_blocks: int
+    peak_used_blocks: int
+    peak_sequences: int
+    prefix_queries: int
+    prefix_hits: int
+    prefix_hit_tokens: int
+    prefix_queried_tokens: int
+    evictions: int
+    miss_reasons: dict[str, int]
+    leaks_repaired: int
+
+
+class Engine:
+    """Requests in, outputs out. Build one with `Engine.build(config)`, or from parts for tests."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        spec: ModelSpec | None = None,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config: EngineConfig = resolved.config
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.runner = runner
+        self._resolved = resolved
+        self._clock = clock
+        self._door = Door(
+            vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed
+        )
+        self._texts: dict[str, RequestText] = {}
+        self._beams: dict[str, BeamSearchOutput] = {}
+        self._generated = 0
+        self._leaks = 0
+        self._failure: BaseException | None = None
+        self._recorder: Recorder | None = None
+        if self.config.record is not None:
+            about = {"model": self.config.model, "vocab_size": vocab_size}
+            self._recorder = Recorder(
+                self.config.record, scheduler.settings, scheduler.memory.layout, about
+            )
+
+    @classmethod
+    def build(cls, config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None) -> Engine:
+        """Load the model, size the pool, make an engine. on_progress(stage, done, total) while loading."""
+        from octavo.builder import build_engine  # torch is loaded there
+
+        return build_engine(config, on_progress)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request. Raises `RequestError` for what can never be served; the engine is unchanged then."""
+        self._check_alive()
+        if request_id in self._texts:
+            raise RequestError(f"request_id {request_id!r} is in use; give every request its own")
+        request = self._door.admit(
+            request_id, prompt_token_ids, params, arrival=self._clock(), priority=priority, cache_salt=cache_salt
+        )
+        self.scheduler.add(request)
+        self._texts[request_id] = RequestText(request, prompt, self.tokenizer)
+        if self._recorder is not None:
+            self._recorder.arrival(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request (or one sample of it) in any state; harmless when there is nothing to end.
+
+        Its blocks are free at once. An aborted request gives a last output at the next step.
+        """
+        ended = self.scheduler.abort(request_id, index)
+        if ended and self._recorder is not None:
+            self._recorder.abort(request_id, index)
+        return ended
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that gained something or ended.
+
+        Outputs are live: the same object grows from step to step until its request is finished.
+        """
+        self._check_alive()
+        now = self._clock()
+        try:
+            plan = self.scheduler.schedule(now)
+            result = self.runner.execute(plan)
+            news = self.scheduler.update(result, now)
+        except BaseException as error:
+            self._failure = error
+            raise
+        if self._recorder is not None:
+            self._recorder.step(now, plan, result)
+        outputs = self._collect(news)
+        self._look_after()
+        if logger.isEnabledFor(10):
+            pool = self.scheduler.memory.pool
+            logger.debug(
+                "step %d: running=%d waiting=%d tokens=%d num_free_gpu_blocks=%d gpu_cache_usage=%.4f",
+                plan.step_id,
+                len(self.scheduler.running),
+                len(self.scheduler.waiting),
+                plan.num_tokens,
+                pool.num_available,
+                pool.num_used / pool.num_blocks,
+            )
+        return outputs
+
+    def _collect(self, news: list[SequenceNews]) -> list[RequestOutput]:
+        changed: dict[str, RequestText] = {}
+        for item in news:
+            seq = item.sequence
+            text = self._texts.get(seq.request.request_id)
+            if text is None:
+                continue
+            self._generated += len(item.token_ids)
+            changed[seq.request.request_id] = text
+            stop = text.push(item)
+            if stop is not None:
+                if not seq.finished:
+                    self.scheduler.finish(seq, "stop", stop)
+                    if self._recorder is not None:
+                        self._recorder.finish(seq.seq_id, "stop", stop)
+                else:
+                    seq.finish_reason, seq.stop_reason = "stop", stop
+                text.close(seq)
+        for request in self.scheduler.take_ended():
+            self._end(request, changed)
+        return [text.output for text in changed.values()]
+
+    def _end(self, request: Request, changed: dict[str, RequestText]) -> None:
+        text = self._texts.pop(request.request_id, None)
+        if text is None:
+            return
+        text.end()
+        if request.beam is not None:
+            self._beams[request.request_id] = text.beams()
+        changed[request.request_id] = text
+
+    def _look_after(self) -> None:
+        """Audit under debug; when idle, a leaked block is reported and taken back instead of stopping the engine."""
+        scheduler = self.scheduler
+        if self.config.debug:
+            scheduler.audit()
+        pool = scheduler.memory.pool
+        if not scheduler.has_unfinished and not scheduler.in_flight and (pool.num_used or pool.num_pending):
+            leaked = pool.repair({})
+            self._leaks += len(leaked)
+            logger.error("%d blocks leaked and were taken back, the first is block %d", len(leaked), leaked[0])
+
+    def take_beams(self, request_id: str) -> BeamSearchOutput:
+        """The result of a finished beam search; can be taken once."""
+        if request_id not in self._beams:
+            raise RequestError(f"request {request_id!r} is no finished beam search")
+        return self._beams.pop(request_id)
+
+    # -- looking in ------------------------------------------------------------------------------------------------
+
+    def pool_view(self) -> PoolView:
+        return pool_view(self.scheduler)
+
+    def audit(self) -> None:
+        self.scheduler.audit()
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """setting -> {asked, chosen, why}."""
+        return self._resolved.report()
+
+    def stats(self) -> EngineStats:
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        cache = asdict(memory.cache.counters) if memory.cache is not None else {}
+        c = scheduler.counters
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            steps=c.steps,
+            computed_tokens=c.computed_tokens,
+            generated_tokens=self._generated,
+            finished=c.finished,
+            aborted=c.aborted,
+            deadlines=c.deadlines,
+            preemptions=c.preemptions,
+            swaps=c.swaps,
+            recomputed_tokens=c.recomputed_tokens,
+            copies=memory.num_copies,
+            forks=memory.num_forks,
+            usage=memory.pool.num_used / memory.pool.num_blocks,
+            free_blocks=memory.pool.num_free,
+            cached_blocks=memory.pool.num_cached,
+            peak_used_blocks=memory.pool.peak_used,
+            peak_sequences=c.peak_running,
+            prefix_queries=cache.get("queries", 0),
+            prefix_hits=cache.get("hits", 0),
+            prefix_hit_tokens=cache.get("hit_tokens", 0),
+            prefix_queried_tokens=cache.get("queried_tokens", 0),
+            evictions=cache.get("evictions", 0),
+            miss_reasons=cache.get("miss_reasons", {}),
+            leaks_repaired=self._leaks,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing done, while requests are running."""
+        cache = self.scheduler.memory.cache
+        if cache is None or self.scheduler.has_unfinished:
+            return False
+        cache.reset()
+        if self._recorder is not None:
+            self._recorder.reset_cache()
+        return True
+
+    def close(self) -> None:
+        """Drop everything; the KV tensor is freed with the runner."""
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        self._texts.clear()
+        self.runner = _ClosedRunner()
+        self._failure = self._failure or InternalError("the engine is closed")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise InternalError(f"the engine has stopped: {self._failure}; make a new one") from self._failure
+
+
+class _ClosedRunner:
+    """Stands where the runner was, so that its tensors can be freed."""
+
+    def execute(self, plan: Any) -> Any:
+        raise InternalError("the engine is closed")
