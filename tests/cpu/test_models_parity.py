@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from helpers.dense_attention import greedy, run_chunks
 from helpers.tiny_models import FAMILIES, VOCABULARY, oracle_greedy, oracle_logits, write_tiny
-
 from octavo.config import EngineConfig
 from octavo.kernels.ops import TorchOps
 from octavo.models.load import LoadedModel, load_model

@@ -10,18 +10,21 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from helpers.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from helpers.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_tokenizer
 from octavo.errors import ModelError, PromptError
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.tokenizer import Tokenizer, load_tokenizer_directory, load_tokenizer_gguf
 
 CORPUS = (
-    "", " ", "  ", "   leading and trailing   ", "Hello, world!", "naïve café — “quoted” … ½", "你好,世界。日本語テキスト",
-    "안녕하세요 세계", "مرحبا بالعالم", "שלום", "Привет, мир", "🙂🙃👩‍👩‍👧‍👦🏳️‍🌈", "e\u0301 vs é", "\t\ttabs\n\n\nnewlines\r\n",
+    "", " ", "  ", "   leading and trailing   ", "Hello, world!", "naïve café — “quoted” … ½",
+    "你好,世界。日本語テキスト",
+    "안녕하세요 세계", "مرحبا بالعالم", "שלום", "Привет, мир", "🙂🙃👩‍👩‍👧‍👦🏳️‍🌈", "e\u0301 vs é",
+    "\t\ttabs\n\n\nnewlines\r\n",
     "def f(x):\n    return {'a': [1, 2, 3]}  # comment\n", "1234567890 3.14159 1e-9 0xFF", "<bos><eos><s></s><unk>",
-    "a<s>b</s> c", "don't WON'T I'll we've", "▁▁ metaspace ▁", "\u200b\u00a0\ufeff", "x" * 300, "ab " * 50, "\x00\x01\x7f",
+    "a<s>b</s> c", "don't WON'T I'll we've", "▁▁ metaspace ▁", "\u200b\u00a0\ufeff",
+    "x" * 300, "ab " * 50, "\x00\x01\x7f",
     "<start_of_turn>user\nhi<end_of_turn>\n", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𓀀", "\n", "\n\n  \n", "a  b   c    d     e",
 )  # fmt: skip
 
@@ -188,7 +191,7 @@ def test_templates_and_messages_that_are_refused(template: str, messages: Any, m
 
 def test_no_template_says_what_to_do(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template=None)
-    with pytest.raises(PromptError, match="no chat template.*chat_template"):
+    with pytest.raises(PromptError, match=r"no chat template.*chat_template"):
         load_tokenizer_directory(tmp_path).apply_chat_template(MESSAGES)
 
 

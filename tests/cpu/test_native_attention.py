@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cpu.native_support import Paged, dense_answer, random_history, small_spec, threads
 
+from helpers.native_support import Paged, dense_answer, random_history, small_spec, threads
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels import cpu
 

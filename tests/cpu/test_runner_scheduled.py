@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+
 from helpers.fake_decoder import FakeDecoder, dense_logits
 from helpers.paged import fresh_seed, tiny_spec
-
 from octavo.core.kv_layout import build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ _LOSS = "attention and matrix products then run through torch: the same answers,
 
 
 @cache
-def _load() -> tuple[ModuleType | None, str]:
+def _load() -> tuple[Any, str]:
     try:
-        from octavo.kernels.cpu import _native
+        module = import_module("octavo.kernels.cpu._native")
     except ModuleNotFoundError:
         return None, (
             "the native kernels are not built in this installation (no C++ compiler was found when it was installed); "
@@ -33,11 +33,11 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"the native kernels cannot be loaded ({error}); reinstall octavo; {_LOSS}"
     wanted = os.environ.get("OCTAVO_ISA", "")
     if wanted:
-        known = _native.instruction_sets()
+        known = module.instruction_sets()
         if wanted not in known:
             raise ConfigError(f"OCTAVO_ISA={wanted!r}: this build and processor offer {', '.join(known)}")
-        _native.use(wanted)
-    return _native, ""
+        module.use(wanted)
+    return module, ""
 
 
 def problem() -> str:

@@ -104,7 +104,9 @@ class NativeOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, residual + x). The sum replaces `residual` in place when that is contiguous."""
         if x.shape != residual.shape or x.dtype != residual.dtype:
-            raise ConfigError(f"x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ")
+            raise ConfigError(
+                f"x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ"
+            )
         flat, total, weight = _as_rows(x), residual.contiguous(), _float(weight, x.shape[-1], "norm weight")
         out = torch.empty(x.shape, dtype=x.dtype)
         where = total.data_ptr()
@@ -134,7 +136,9 @@ class NativeOps:
     ) -> torch.Tensor:
         tokens, heads, dim = x.shape
         if dim % 2 or cos.shape != (tokens, dim) or sin.shape != (tokens, dim):
-            raise ConfigError(f"x {tuple(x.shape)} with cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: needed [T, d], d even")
+            raise ConfigError(
+                f"x {tuple(x.shape)} with cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: needed [T, d], d even"
+            )
         if x.stride(2) != 1 or (x.stride(1) != dim and heads > 1):
             x = x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -162,9 +166,7 @@ class NativeOps:
         inner = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
         code = _code(gate_up)
-        self._native.gate(
-            flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, _KINDS[kind], code
-        )
+        self._native.gate(flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, _KINDS[kind], code)
         return out
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
