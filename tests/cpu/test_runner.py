@@ -26,6 +26,7 @@ from octavo.runner import model_runner
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step, largest_step_bytes
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.noise import uniforms
 from octavo.sampling_params import SamplingParams
 
 VOCAB, WINDOW, SIZE = 50, 8, 4
@@ -185,6 +186,17 @@ def alone(params, sample_index, count, **rest):
     return [first.token_ids[0], *decode(rig, 0, len(PROMPT), 1, count - 1, 3)]
 
 
+def test_noise_belongs_to_the_tokens_place_in_the_sequence():
+    params = SamplingParams(temperature=1.0)
+    drawn = alone(params, 2, 3, seed=77)
+    decoder, known = Rig().decoder, list(PROMPT)
+    for token in drawn:
+        probabilities = torch.softmax(dense_logits(decoder, known)[-1].double(), -1)
+        uniform = uniforms([77], [2], [len(known)])[0]
+        assert token == int((probabilities.cumsum(-1) > uniform).nonzero()[0])
+        known.append(token)
+
+
 def test_preempted_and_resumed_by_recompute_draws_the_same():
     """Noise and penalties come from the tokens, not from what the runner happened to keep."""
     params = SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5, top_p=0.9)
@@ -238,6 +250,18 @@ def test_rows_move_when_others_end_and_nobody_notices():
         for i in live:
             tokens[i].append(drawn[i].token_ids[0])
     assert rig.runner.num_rows == 2
+    # A newcomer takes the next free row, which must not be one that somebody moved out of and still uses.
+    newcomer = ScheduledSequence(9, 0, PROMPT, rig.tables(0, 3), (9,))
+    veterans = [
+        ScheduledSequence(i, len(prompts[i]) + len(tokens[i]) - 1, (LAST_SAMPLED,), (), (i,))
+        for i in (2, 3)
+        if len(tokens[i]) < 6
+    ]
+    drawn = rig.run(newcomer, *veterans, starts=(start(9, PROMPT),)).drawn
+    assert veterans and drawn[9].token_ids[0] == greedy(rig.decoder, PROMPT, 1)[0]
+    for s in veterans:
+        tokens[s.seq_id].append(drawn[s.seq_id].token_ids[0])
+    assert sorted(row.index for row in rig.runner._rows._rows) == [0, 1, 2]
     for i in prompts:
         assert tokens[i] == expected[i][: len(tokens[i])]
 
