@@ -42,7 +42,8 @@ def mismatch(cache: KVCache, spec: ModelSpec) -> str:
 class NativeAttention:
     """See the module. Raises ConfigError when `mismatch` has a reason.
 
-    Slots, blocks and lengths outside the pool or the tables raise BoundsError. A block id is checked when it is read; an attend that meets a bad one raises and its output is not valid.
+    Slots, blocks and lengths outside the pool or the tables raise BoundsError. A block id is checked when it is read;
+    an attend that meets a bad one raises and its output is not valid.
     """
 
     name = "native"

@@ -1,0 +1,220 @@
+"""The native dense operations against float64 and `TorchOps`, and the same bits whatever the batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers.native_support import threads
+from octavo.errors import ConfigError
+from octavo.kernels import cpu
+from octavo.kernels.ops import TorchOps
+
+pytestmark = pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every new tensor the operations ask for starts as NaN: an element that is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        out = empty(*args, **kwargs)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def ops(dtype: torch.dtype = torch.float32) -> cpu.NativeOps:
+    return cpu.NativeOps(dtype)
+
+
+def strided(rows: int, width: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[rows, width] inside a wider NaN tensor: reading past a row shows."""
+    wide = torch.full((rows, width + 5), float("nan"), dtype=dtype)
+    wide[:, :width] = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return wide[:, :width]
+
+
+# -- linear ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(640, 320), (33, 1000), (1, 1), (16, 257), (250, 7), (129, 512)])
+def test_linear_is_right_and_a_row_never_changes(shape: tuple[int, int], dtype: torch.dtype, bias: bool) -> None:
+    out_features, in_features = shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    offset = torch.randn(out_features, generator=torch.Generator().manual_seed(2)) if bias else None
+    linear = ops(dtype).linear(weight, offset)
+    x = strided(200, in_features, seed=3)
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    every = linear(x)
+    bound = 2e-6 * (x.abs().double() @ weight.abs().double().T).max()
+    assert (every - exact).abs().max() <= bound
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 97, 199):
+        for count in (1, 2):
+            with threads(count):
+                assert torch.equal(linear(x[:rows]), every[:rows]), (rows, count)
+                assert torch.equal(linear(x[200 - rows :]), every[200 - rows :]), (rows, count)
+
+
+@pytest.mark.parametrize("io", HALF)
+def test_linear_with_half_precision_activations(io: torch.dtype) -> None:
+    weight = torch.randn(70, 96).to(io)
+    linear = ops(io).linear(weight, torch.randn(70))
+    for rows in (1, 5, 40):
+        x = strided(rows, 96, seed=rows, dtype=io)
+        out = linear(x)
+        assert out.dtype == io
+        assert torch.equal(out, linear(x.float()).to(io))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_gives_single_rows_back_exactly(dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 37).to(dtype)
+    linear = ops(dtype).linear(weight)
+    ids = torch.tensor([0, 99, 16, 15, 16])
+    assert torch.equal(linear.rows(ids), weight[ids].float())
+    assert torch.equal(linear.rows(ids, dtype), weight[ids])
+    for bad in (-1, 100):
+        with pytest.raises(IndexError, match=f"row {bad} "):
+            linear.rows(torch.tensor([bad]))
+
+
+def test_linear_takes_any_leading_shape_and_no_rows() -> None:
+    linear = ops().linear(torch.randn(10, 12))
+    x = torch.randn(2, 3, 12)
+    assert torch.equal(linear(x).view(6, 10), linear(x.view(6, 12)))
+    assert linear(torch.zeros(0, 12)).shape == (0, 10)
+
+
+def test_linear_refuses_what_does_not_fit() -> None:
+    linear = ops().linear(torch.randn(10, 12))
+    with pytest.raises(ConfigError, match="12 features"):
+        linear(torch.zeros(1, 13))
+    with pytest.raises(ConfigError, match="float64"):
+        linear(torch.zeros(1, 12, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="bias"):
+        ops().linear(torch.randn(10, 12), torch.zeros(12))
+    with pytest.raises(ConfigError, match="int8"):
+        cpu.NativeOps(torch.int8)
+
+
+# -- norms, rotary, activation -----------------------------------------------------------------------------------------
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}.get(
+        dtype, {"rtol": 2e-3, "atol": 2e-3}
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [640, 37, 8, 3])
+def test_norms(dim: int, dtype: torch.dtype) -> None:
+    x, residual, weight = strided(70, dim, 1, dtype), strided(70, dim, 2, dtype).contiguous(), torch.randn(dim)
+    torch.testing.assert_close(
+        ops().rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6), **tolerance(dtype)
+    )
+    normed, total = ops().add_rms_norm(x, residual.clone(), weight, 1e-6)
+    expected, expected_total = TorchOps().add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, **tolerance(dtype))
+    alone, _ = ops().add_rms_norm(x[9:10], residual[9:10].clone(), weight, 1e-6)
+    assert torch.equal(alone[0], normed[9])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [256, 64, 36, 8])
+def test_rotary(dim: int, dtype: torch.dtype, normed: bool) -> None:
+    fused = strided(50, 7 * dim, 1, dtype).unflatten(1, (7, dim))
+    q, k, _ = fused.split((4, 2, 1), dim=1)
+    angle = torch.randn(50, dim) * 100
+    cos, sin = angle.cos(), angle.sin()
+    weights = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
+    got = ops().rotary(q, k, cos, sin, *weights, 1e-6)
+    expected = TorchOps().rotary(q, k, cos, sin, *weights, 1e-6)
+    slack = tolerance(dtype)
+    for a, b in zip(got, expected, strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=slack["rtol"], atol=slack["atol"] * (8 if dtype != torch.float32 else 2))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activation(kind: str, dtype: torch.dtype) -> None:
+    gate_up = strided(30, 2 * 53, 1, dtype)
+    gate_up[:, :53] *= 4
+    torch.testing.assert_close(
+        ops().gated_activation(gate_up, kind), TorchOps().gated_activation(gate_up, kind), **tolerance(dtype)
+    )
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+def test_activation_over_its_whole_range(kind: str) -> None:
+    """Every magnitude, the joints of the approximations, and the ends."""
+    x = torch.cat([torch.linspace(-12, 12, 40001), torch.logspace(-30, 30, 601), -torch.logspace(-30, 30, 601)])
+    x = torch.cat([x, torch.tensor([0.0, float("inf"), 0.625, -0.625, 1.0, -1.0])])
+    gate_up = torch.stack([x, torch.ones_like(x)], dim=1)
+    got = ops().gated_activation(gate_up, kind)[:, 0].double()
+    expected = TorchOps().gated_activation(gate_up.double(), kind)[:, 0]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1.2e-6)
+    assert ops().gated_activation(torch.tensor([[float("nan"), 1.0]]), kind).isnan().all()
+
+
+def test_argmax() -> None:
+    x = strided(9, 5003, 1)
+    x[0] = float("-inf")
+    x[1, 4999] = x[1, 17] = 50.0
+    x[2, 2048] = 50.0
+    x[3, 5002] = 50.0
+    x[4, 3000] = float("nan")
+    x[4, 4000] = 50.0
+    x[5] = -3.0
+    for count in (1, 2):
+        with threads(count):
+            assert torch.equal(ops().argmax(x), x.argmax(-1))
+    assert ops().argmax(x)[1] == 17
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_loads_neither_torch_nor_the_module() -> None:
+    code = (
+        "import sys, octavo.kernels.cpu; "
+        "assert not {'torch', 'octavo.kernels.cpu._native'} & set(sys.modules), 'eager import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_openmp_runtime_is_loaded() -> None:
+    """Two pools would spin against each other; the module must use torch's."""
+    code = (
+        "from octavo.kernels import cpu; import torch; cpu.make_ops(torch.float32).linear(torch.randn(512, 512))"
+        "(torch.randn(64, 512)); "
+        "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l or 'libomp' in l or 'iomp' in l}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    code = (
+        "from octavo.kernels import cpu; from octavo.errors import ConfigError\n"
+        "try: cpu.instruction_set()\n"
+        "except ConfigError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "OCTAVO_ISA": "sse9"}, capture_output=True, text=True
+    )
+    assert "OCTAVO_ISA='sse9'" in done.stdout and "portable" in done.stdout
