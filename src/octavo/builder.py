@@ -133,7 +133,9 @@ def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
 
 def _device(asked: str) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch sees no CUDA device; use device='cpu', or install a CUDA build of torch")
+        raise ConfigError(
+            "device='cuda': torch sees no CUDA device; use device='cpu', or install a CUDA build of torch"
+        )
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return asked
@@ -147,9 +149,7 @@ def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
     return cpu.make_ops(dtype)
 
 
-def _budget(
-    config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, device: str
-) -> Budget:
+def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, device: str) -> Budget:
     """Bytes for KV blocks: as asked, or what the device can spare once the weights are in."""
     if config.num_blocks is not None:
         return Budget(config.num_blocks * layout.bytes_per_block, "as asked")
@@ -167,6 +167,7 @@ def _budget(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or model.spec.max_position_embeddings,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=model.spec.vocab_size,
     )
     return cuda_budget(config.gpu_memory_utilization, peak, device)
 
@@ -179,9 +180,11 @@ def _facts(
         model_max_len=spec.max_position_embeddings,
         bytes_per_block=layout.bytes_per_block,
         num_groups=layout.num_groups,
-        blocks_for_longest=lambda length: counter.worst_case(length - 1, length, 1)
-        if config.allocation == "paged"
-        else layout.blocks_for(length) * layout.num_groups,
+        blocks_for_longest=lambda length: (
+            counter.worst_case(length - 1, length, 1)
+            if config.allocation == "paged"
+            else layout.blocks_for(length) * layout.num_groups
+        ),
         longest_for_blocks=counter.longest,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
@@ -202,7 +205,9 @@ def _settle_swap(resolved: Resolved, layout: KVLayout, device: str) -> Resolved:
                 f"{'allocation=' + repr('static') if config.allocation == 'static' else 'preemption=' + repr('recompute')}"
             )
         if config.preemption == "swap" and config.swap_bytes < layout.bytes_per_block:
-            raise ConfigError(f"preemption='swap' needs swap_bytes of at least one block ({layout.bytes_per_block} bytes)")
+            raise ConfigError(
+                f"preemption='swap' needs swap_bytes of at least one block ({layout.bytes_per_block} bytes)"
+            )
         return resolved
     if config.preemption == "swap":
         chosen, why = pool_bytes, "preemption='swap': as large as the pool"

@@ -66,7 +66,14 @@ class EngineConfig:
         self._choice("preemption", ("auto", "recompute", "swap"))
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
-        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cpu_kv_bytes", "max_queue"):
+        for name in (
+            "num_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "cpu_kv_bytes",
+            "max_queue",
+        ):
             self._positive(name)
         for name in ("swap_bytes", "max_preemptions"):
             value = getattr(self, name)

@@ -83,9 +83,7 @@ class Engine:
         self.runner = runner
         self._resolved = resolved
         self._clock = clock
-        self._door = Door(
-            vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed
-        )
+        self._door = Door(vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed)
         self._texts: dict[str, RequestText] = {}
         self._beams: dict[str, BeamSearchOutput] = {}
         self._generated = 0
@@ -94,9 +92,7 @@ class Engine:
         self._recorder: Recorder | None = None
         if self.config.record is not None:
             about = {"model": self.config.model, "vocab_size": vocab_size}
-            self._recorder = Recorder(
-                self.config.record, scheduler.settings, scheduler.memory.layout, about
-            )
+            self._recorder = Recorder(self.config.record, scheduler.settings, scheduler.memory.layout, about)
 
     @classmethod
     def build(cls, config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None) -> Engine:

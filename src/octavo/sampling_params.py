@@ -100,8 +100,7 @@ class SamplingParams:
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise SamplingError(
-                f"unknown sampling parameter{'s' * (len(unknown) > 1)} {', '.join(unknown)}; "
-                f"known: {', '.join(known)}"
+                f"unknown sampling parameter{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(known)}"
             )
         for name, default in known.items():
             object.__setattr__(self, name, given.get(name, default))
@@ -174,9 +173,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """The sampler must know the tokens so far."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words
-        )
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,4 +166,3 @@ class PagedAllocation:
         seq.tables = []
         self._unsharing.discard(seq.seq_id)
         return held
-

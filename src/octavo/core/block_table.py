@@ -100,7 +100,7 @@ class BlockTable:
     def fork(self, seq_id: int) -> BlockTable:
         """A table of another sequence over the same blocks.
 
-            parent [3, 7, 11]  counts 1 1 1      fork      parent [3, 7, 11], child [3, 7, 11]  counts 2 2 2
+        parent [3, 7, 11]  counts 1 1 1      fork      parent [3, 7, 11], child [3, 7, 11]  counts 2 2 2
         """
         child = BlockTable(self._pool, self.block_size, seq_id=seq_id, group=self.group)
         child.ids = self.ids.copy()

@@ -29,7 +29,7 @@ class Recorder:
 
     def __init__(self, path: str, settings: SchedulerSettings, layout: KVLayout, about: dict[str, Any]) -> None:
         try:
-            self._file: IO[str] = Path(path).open("w", encoding="utf-8")
+            self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open for the whole run
         except OSError as error:
             raise ConfigError(f"record={path!r}: cannot be written ({error.strerror}); name a writable file") from error
         groups = [{"layers": g.layers, "window": g.window} for g in layout.groups]
@@ -210,7 +210,7 @@ def _known(params: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: str | Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = Path(path).open(encoding="utf-8")
+        lines = Path(path).open(encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     with lines:

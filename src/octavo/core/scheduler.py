@@ -144,7 +144,9 @@ class Scheduler:
         held = self.memory.close(seq)
         self._forget_row(seq)
         request = seq.request
-        logger.debug("request %s, sequence %d: ends (%s), freed %d blocks", request.request_id, seq.seq_id, reason, held)
+        logger.debug(
+            "request %s, sequence %d: ends (%s), freed %d blocks", request.request_id, seq.seq_id, reason, held
+        )
         if request.num_live():
             return
         request.state = RequestState.FINISHED
@@ -361,7 +363,9 @@ class Scheduler:
         starts: list[SequenceStart] = []
         scheduled: list[ScheduledSequence] = []
         work: list[tuple[Sequence, int, int]] = []
-        transfers = self.memory.take_transfers()  # copies of forks below need this step's KV: they go with the next plan
+        transfers = (
+            self.memory.take_transfers()
+        )  # copies of forks below need this step's KV: they go with the next plan
         for seq, count in round_.decided.items():
             scheduled.append(self._commit_one(seq, count, starts))
             work.append((seq, seq.num_computed, seq.epoch))

@@ -1,0 +1,40 @@
+# Two commands do all the set-up: `make run` answers a prompt with the embedded model, `make test` proves the engine.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROMPT ?= The capital of France is
+MINUTES ?= 10
+SEED ?= 1
+
+.PHONY: run test test-all lint fuzz native native-asan clean help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+run:  ## set everything up and answer PROMPT with Gemma 3 270M, showing the block tables used
+	@tools/install.sh $(VENV) demo
+	@$(BIN)/octavo generate "$(PROMPT)" --n 3 --temperature 0.8 --seed 1 --max-tokens 48 --show-blocks
+
+dev:
+	@tools/install.sh $(VENV) dev
+
+test: dev lint  ## lint, types, and all tests but the slow ones
+	@$(BIN)/python -m pytest
+
+test-all: dev lint  ## the slow ones too
+	@$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: dev  ## ruff and mypy
+	@$(BIN)/ruff check src tests tools
+	@$(BIN)/ruff format --check src tests tools
+	@$(BIN)/mypy
+
+fuzz: dev  ## the whole engine against "the same request alone", MINUTES=10 SEED=1
+	@PYTHONPATH=tests $(BIN)/python tools/fuzz.py --minutes $(MINUTES) --seed $(SEED)
+
+native-asan: dev  ## kernel tests under AddressSanitizer and UBSan
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/native_asan.sh
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f src/octavo/kernels/cpu/*.so
