@@ -48,6 +48,14 @@ def test_the_whole_picture() -> None:
     ]
 
 
+def test_groups_of_one_kind_stand_side_by_side() -> None:
+    three = view(windows=(None, 8, 8), block_tables={0: [[1, 2], [-1, 3], [-1, 4]]}, ref_counts=[1, 1, 2, 1, 2])
+    assert table_lines(three) == [
+        "seq 0: [1, 2*]  (full attention)",
+        "       [·, 3] [·, 4*]  (window 8, 2 groups of layers)",
+    ]
+
+
 def test_groups_are_labelled_and_released_blocks_are_dots() -> None:
     two = view(windows=(None, 512), block_tables={5: [[1, 2, 3], [-1, -1, 9]]}, ref_counts=[1] * 10)
     assert table_lines(two) == ["seq 5: [1, 2, 3]  (full attention)", "       [·×2, 9]  (window 512)"]

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.core.view import PoolView
 
 RELEASED_MARK = "·"
 SHARED_MARK = "*"
@@ -21,22 +24,24 @@ LONG_TABLE = 24  # entries; longer tables are shown as ranges
 BAR_WIDTH = 30
 
 
-def show_blocks(view: Any, *, max_sequences: int = 32) -> list[str]:
-    """Everything `--show-blocks` prints: tables, legend, usage, savings. view: a `PoolView`."""
+def show_blocks(view: PoolView, *, max_sequences: int = 32) -> list[str]:
+    """Everything `--show-blocks` prints: tables, legend, usage, savings."""
     lines = table_lines(view, max_sequences=max_sequences)
     return [*lines, *legend(lines), usage_line(view), *savings_lines(view)]
 
 
-def table_lines(view: Any, *, max_sequences: int = 32) -> list[str]:
-    """One line per sequence and group of layers, in the order of sequence ids."""
+def table_lines(view: PoolView, *, max_sequences: int = 32) -> list[str]:
+    """Tables in the order of sequence ids: one line per sequence and kind of layer, groups of a kind side by side."""
     lines: list[str] = []
     ids = sorted(view.block_tables)
+    kinds = list(dict.fromkeys(view.windows))
     for seq_id in ids[:max_sequences]:
         head = f"seq {seq_id}: "
-        groups = view.block_tables[seq_id]
-        for group, table in enumerate(groups):
-            label = f"  ({_group_label(view, group)})" if len(groups) > 1 else ""
-            lines.append(f"{head if group == 0 else ' ' * len(head)}{format_table(table, view.ref_counts)}{label}")
+        for number, window in enumerate(kinds):
+            tables = [t for t, w in zip(view.block_tables[seq_id], view.windows, strict=True) if w == window]
+            text = " ".join(format_table(table, view.ref_counts) for table in tables)
+            label = f"  ({_kind_label(window, len(tables))})" if len(view.windows) > 1 else ""
+            lines.append(f"{' ' * len(head) if number else head}{text}{label}")
     if len(ids) > max_sequences:
         lines.append(f"… and {len(ids) - max_sequences} more sequences")
     return lines
@@ -68,7 +73,7 @@ def legend(lines: Sequence[str]) -> list[str]:
     return ["; ".join(marks)] if marks else []
 
 
-def usage_line(view: Any) -> str:
+def usage_line(view: PoolView) -> str:
     """`pool ███░░░ 12 of 40 blocks used (30.0 %), …`"""
     share = view.num_used / view.num_blocks if view.num_blocks else 0.0
     # A used block is always visible, and a bar is full only when the pool is.
@@ -82,7 +87,7 @@ def usage_line(view: Any) -> str:
     )
 
 
-def savings_lines(view: Any) -> list[str]:
+def savings_lines(view: PoolView) -> list[str]:
     """What the used blocks cost against static allocation, and what sharing has to do with it."""
     used = view.num_used * view.bytes_per_block
     static = view.static_bytes_same_load
@@ -114,9 +119,9 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _group_label(view: Any, group: int) -> str:
-    window = view.group_windows[group]
-    return "full attention" if window is None else f"window {window}"
+def _kind_label(window: int | None, groups: int) -> str:
+    kind = "full attention" if window is None else f"window {window}"
+    return kind if groups == 1 else f"{kind}, {groups} groups of layers"
 
 
 def _count(ref_counts: Mapping[int, int] | Sequence[int], block: int) -> int:
