@@ -344,6 +344,9 @@ def test_ids_outside_the_vocabulary_fail_their_own_sequence(token):
         ScheduledSequence(0, 3, (LAST_SAMPLED,), (), (0,)), ScheduledSequence(1, 11, (LAST_SAMPLED,), (), (1,))
     ).drawn
     assert drawn[0].error and drawn[1].error is None
+    # The same for one token, as a decode step has it.
+    drawn = rig.run(ScheduledSequence(1, 12, (token,), rig.tables(3, 4), (1,))).drawn
+    assert f"token id {token} is outside" in drawn[1].error
 
 
 def test_nan_logits_fail_their_own_sequence():

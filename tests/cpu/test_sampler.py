@@ -179,6 +179,19 @@ def test_samples_of_one_request_differ_and_repeat():
     assert four(1) == four(1) != four(2)
 
 
+def test_a_greedy_batch_takes_each_rows_first_maximum():
+    logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(fresh_seed()))
+    logits[2, [5, 600]] = 50.0
+    order = [3, 0, 2, 2, 5]
+    draws = [Draw(i, state(700, temperature=0), 4) for i in order]
+    expected = [int(logits[i].argmax()) if i != 2 else 5 for i in order]
+    assert [d.token_ids for d in Sampler(700).sample(logits, draws)] == [(t,) for t in expected]
+    # One row that is not plain takes the other path; the answers are the same.
+    mixed = [*draws, Draw(1, state(700, temperature=0, logprobs=0), 4)]
+    assert [d.token_ids[0] for d in Sampler(700).sample(logits, mixed)] == [*expected, int(logits[1].argmax())]
+    assert Sampler(700).sample(logits, []) == []
+
+
 # -- adjustments ----------------------------------------------------------------------------------------------------
 
 

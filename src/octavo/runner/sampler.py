@@ -57,7 +57,7 @@ class Sampler:
         return [self._draw(rows[draw.logit_row], draw, uniform) for draw, uniform in zip(draws, noise, strict=True)]
 
     def _all_greedy(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-        """One argmax where the logits lie; only ids and maxima leave the device. Equal maxima: the lowest id on a CPU."""
+        """One argmax where the logits lie; only ids and maxima leave the device. Ties: the lowest id on a CPU."""
         if logits.device.type == "cpu":
             rows = logits.numpy()  # NumPy's argmax is ten times torch's at this size
             best = rows.argmax(axis=1)
