@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from octavo.core.kv_layout import KVLayout
@@ -136,8 +137,12 @@ def _allocate(
             f"memory, {available / MIB:.1f} MiB are available; at most {fits} blocks fit. Lower {setting}"
         )
     try:
-        kv = torch.zeros((count, *shape), dtype=dtype, device=device, pin_memory=pin)
-    except RuntimeError as error:
+        if device.type == "cpu" and not pin:
+            # calloc hands out untouched zero pages; torch.zeros would write every byte of gigabytes at start.
+            kv = torch.from_numpy(np.zeros(needed, np.uint8)).view(dtype).view(count, *shape)
+        else:
+            kv = torch.zeros((count, *shape), dtype=dtype, device=device, pin_memory=pin)
+    except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{setting}: the {device.type} allocator refused {needed / MIB:.1f} MiB for {count} blocks although "
             f"{available / MIB:.1f} MiB are available ({error}). Lower {setting}"
