@@ -200,10 +200,8 @@ def _settle_swap(resolved: Resolved, layout: KVLayout, device: str) -> Resolved:
     pool_bytes = config.num_blocks * layout.bytes_per_block
     if config.swap_bytes is not None:
         if config.swap_bytes and (config.preemption == "recompute" or config.allocation == "static"):
-            raise ConfigError(
-                f"swap_bytes={config.swap_bytes} has no effect with "
-                f"{'allocation=' + repr('static') if config.allocation == 'static' else 'preemption=' + repr('recompute')}"
-            )
+            other = "allocation='static'" if config.allocation == "static" else "preemption='recompute'"
+            raise ConfigError(f"swap_bytes={config.swap_bytes} has no effect with {other}")
         if config.preemption == "swap" and config.swap_bytes < layout.bytes_per_block:
             raise ConfigError(
                 f"preemption='swap' needs swap_bytes of at least one block ({layout.bytes_per_block} bytes)"

@@ -1,7 +1,7 @@
 """The door: turns what a caller asked into a `Request`, or refuses with the value, the limit and the remedy.
 
-Checks what needs the model: ids against the embedding's rows, parameters against the vocabulary, lengths. Whether the request
-fits the pool is the scheduler's check. Pure but for the numbering of requests and the seeds of unseeded ones.
+Checks what needs the model: ids against the embedding's rows, parameters against the vocabulary, lengths. Whether the
+request fits the pool is the scheduler's check. Pure but for the numbering of requests and the seeds of unseeded ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine: one scheduler, one runner, and the text of every sequence between them.
 
-A step is `schedule -> execute -> update -> text`. The engine checks at the door what needs the model (vocabulary, limits),
-turns drawn tokens into text, ends sequences at stop strings in the very step that completes them, and hands out
-`RequestOutput`s. It knows no tensors and no block ids. One thread at a time.
+A step is `schedule -> execute -> update -> text`. The engine checks at the door what needs the model (vocabulary,
+limits), turns drawn tokens into text, ends sequences at stop strings in the very step that completes them, and hands
+out `RequestOutput`s. It knows no tensors and no block ids. One thread at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The caller's side of one request: texts, ids and log-probabilities of its samples, kept in step.
 
-Fed with the scheduler's news; owns the one `RequestOutput` that grows until the request is finished. What may still turn
-into a stop string is neither in the text nor in the ids nor in the logprobs.
+Fed with the scheduler's news; owns the one `RequestOutput` that grows until the request is finished. What may still
+turn into a stop string is neither in the text nor in the ids nor in the logprobs.
 """
 
 from __future__ import annotations

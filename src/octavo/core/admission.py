@@ -1,8 +1,8 @@
 """Who is let in: the check at the door (can it ever fit?) and the check before running (does it fit now?).
 
-Refused at the door, with the numbers: what could not finish even with the whole pool for itself. What passes the door can always
-be admitted once nothing older runs. Admission counts the whole prompt, not only its first chunk, and what prompts that
-are still being computed will need, so that long prompts do not push each other out.
+Refused at the door, with the numbers: what could not finish even with the whole pool for itself. What passes the door
+can always be admitted once nothing older runs. Admission counts the whole prompt, not only its first chunk, and what
+prompts that are still being computed will need, so that long prompts do not push each other out.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Admission:
         if need > settings.num_blocks:
             raise CapacityError(
                 f"the request can never fit the KV pool: a prompt of {request.prompt_len} tokens, up to "
-                f"{request.max_len - request.prompt_len} new ones and {request.width} sequence(s) need {need} blocks of "
-                f"{layout.block_size}, the pool has {settings.num_blocks}. One sequence fits up to "
+                f"{request.max_len - request.prompt_len} new ones and {request.width} sequence(s) need {need} blocks "
+                f"of {layout.block_size}, the pool has {settings.num_blocks}. One sequence fits up to "
                 f"{allocation.longest(settings.num_blocks)} tokens; lower max_tokens or n, or raise num_blocks"
             )
 

@@ -1,8 +1,9 @@
 """Beam search as bookkeeping: which beams go on, which are finished, when to stop. No tensors, no blocks.
 
-Semantics are those of transformers' `generate(num_beams=W, do_sample=False)`: of the candidates of all live beams the best
-`W * max(2, 1 + number of end ids)` are looked at; those that end count as finished only when they are among the best W; the best
-W that do not end go on. Scores are sums of log-probabilities; finished ones are divided by (generated length ** length_penalty), once.
+Semantics are those of transformers' `generate(num_beams=W, do_sample=False)`: of the candidates of all live beams the
+best `W * max(2, 1 + number of end ids)` are looked at; those that end count as finished only when they are among the
+best W; the best W that do not end go on. Scores are sums of log-probabilities; finished ones are divided by (generated
+length ** length_penalty), once.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ It knows block ids and counts, nothing of tokens, sequences or tensors. Invarian
     used     count >= 1 (shared: count > 1)
     pending  count 0, but a step that reads it is still in flight: not to be handed out yet
 
-Blocks of count 0 form one circular doubly linked list, threaded through two arrays indexed by block id (the last index is
-the sentinel), so take, release, share and revive are O(1) and allocate nothing. Order of reuse: the head is taken
-first; a released block without content goes to the head (still warm in the processor's cache), a cached block to the tail, so
-cached blocks are evicted least recently used and only after every empty one.
+Blocks of count 0 form one circular doubly linked list, threaded through two arrays indexed by block id (the last
+index is the sentinel), so take, release, share and revive are O(1) and allocate nothing. Order of reuse: the head is
+taken first; a released block without content goes to the head (still warm in the processor's cache), a cached block
+to the tail, so cached blocks are evicted least recently used and only after every empty one.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class BlockPool:
         return order
 
     def audit(self, holders: dict[int, int]) -> None:
-        """Compare with `holders`: block -> number of tables that hold it. Raises `AuditError` at the first bad block."""
+        """Compare with `holders`: block -> number of tables that hold it. `AuditError` at the first bad one."""
         listed = set(self.reuse_order())
         if len(listed) != self._listed:
             raise AuditError(f"the free list has {len(listed)} distinct blocks, {self._listed} were counted")

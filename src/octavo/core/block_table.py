@@ -1,8 +1,8 @@
 """One sequence's map from logical to physical blocks, for one group of layers.
 
 A table owns one count in the pool for every live entry. Entries before `first_live` were released behind a sliding
-window and read `RELEASED`; they are never written or read again. The table also remembers which entries the runner has not
-seen yet, so that a plan carries differences only.
+window and read `RELEASED`; they are never written or read again. The table also remembers which entries the runner
+has not seen yet, so that a plan carries differences only.
 
     position 37, block_size 16:   logical block 37 // 16 = 2, offset 37 % 16 = 5
     ids = [3, 7, 11]:             slot 11 * 16 + 5 = 181
@@ -110,7 +110,7 @@ class BlockTable:
         return child
 
     def truncate(self, num_tokens: int) -> int:
-        """Give back the blocks that positions from `num_tokens` on would use; returns how many (rejected speculation)."""
+        """Give back the blocks that positions from `num_tokens` on would use; returns how many."""
         keep = max(-(-num_tokens // self.block_size), self.first_live)
         dropped = self.ids[keep:]
         self._pool.release_all(reversed(dropped))

@@ -1,8 +1,8 @@
 """A runner without a model: scripted tokens, and a memory that checks what a real one would silently get wrong.
 
-`FakeRunner` keeps, for every slot of every block, which token content it stands for (a hash of everything before it), moves
-those through copies and swaps, and on every step compares what a kernel would read through the block table with the
-sequence's true tokens. A block reused too early, a missing copy, a stale table entry: each fails at the step that
+`FakeRunner` keeps, for every slot of every block, which token content it stands for (a hash of everything before it),
+moves those through copies and swaps, and on every step compares what a kernel would read through the block table with
+the sequence's true tokens. A block reused too early, a missing copy, a stale table entry: each fails at the step that
 does it. It can also run one step behind, as a GPU does.
 
 Public: tests of the scheduler, the server and the views use it, and so can yours.

@@ -1,8 +1,8 @@
 """All KV memory of an engine behind one door: pool, block tables, prefix cache, host pool for swapped blocks.
 
 The scheduler decides who gets memory; this class carries it out and collects the block transfers that the next plan
-must run, in the order in which they were decided. Order is what makes reuse safe: a block that is copied away, released and
-handed to another sequence within one plan is read before it is written.
+must run, in the order in which they were decided. Order is what makes reuse safe: a block that is copied away,
+released and handed to another sequence within one plan is read before it is written.
 """
 
 from __future__ import annotations

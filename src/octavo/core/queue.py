@@ -1,9 +1,9 @@
 """Who waits, in which order.
 
-The key of a request is `(arrival + priority * aging, number)`: more urgent (smaller priority) first, then first come, first
-served. Waiting `aging` seconds is worth one level of priority, so an urgent request passes everything that came recently,
-yet no request is starved by an endless stream of later, more urgent ones. The key never changes: a preempted request keeps its
-place, in front of everything that came later.
+The key of a request is `(arrival + priority * aging, number)`: more urgent (smaller priority) first, then first come,
+first served. Waiting `aging` seconds is worth one level of priority, so an urgent request passes everything that came
+recently, yet no request is starved by an endless stream of later, more urgent ones. The key never changes: a
+preempted request keeps its place, in front of everything that came later.
 """
 
 from __future__ import annotations

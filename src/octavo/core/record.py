@@ -1,8 +1,8 @@
 """Record a run and replay it: every arrival, decision and result, one JSON line each.
 
 The scheduler has no hidden input: given the same arrivals, times and drawn tokens it decides the same. So a recording
-needs no model to be replayed: `replay` feeds the recorded results to a fresh scheduler, compares every plan, and names the first
-step that differs. Hashes do not appear (their key is a secret of each process), block ids do.
+needs no model to be replayed: `replay` feeds the recorded results to a fresh scheduler, compares every plan, and
+names the first step that differs. Hashes do not appear (their key is a secret of each process), block ids do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The scheduler: `schedule()` makes a plan, `update()` takes what came of it. It knows no tensors and no text.
 
-One rule covers prefill, chunks, prefix hits, decode and recomputation: every running sequence catches `num_computed` up to
-`num_tokens`, under one token budget. A round decides in this order: sequences that need one token (decode), prompt
-chunks of running requests, then admissions. Decisions are collected first and committed last, so a victim of preemption can be
-taken out of the round again.
+One rule covers prefill, chunks, prefix hits, decode and recomputation: every running sequence catches `num_computed`
+up to `num_tokens`, under one token budget. A round decides in this order: sequences that need one token (decode),
+prompt chunks of running requests, then admissions. Decisions are collected first and committed last, so a victim of
+preemption can be taken out of the round again.
 
 Who may rely on what: requests run oldest key first; only newer requests are preempted for older ones, so the oldest
 always advances; what was admitted finishes, because at the door it was counted to fit the pool alone.

@@ -36,8 +36,8 @@ class RequestState(Enum):
 class Miss:
     """Why the prefix cache did not go on after the last hit.
 
-    kind: "none" (everything usable was hit), "off", "partial block" (fewer tokens left than a block), "different token",
-    "salt", "adapter", "evicted", "never seen", "prompt logprobs" (the request must compute its prompt).
+    kind: "none" (everything usable was hit), "off", "partial block" (fewer tokens left than a block), "different
+    token", "salt", "adapter", "evicted", "never seen", "prompt logprobs" (the request must compute its prompt).
     """
 
     kind: str

@@ -1,7 +1,8 @@
 """Static allocation, the classic baseline: `max_model_len` contiguous positions per sequence, reserved at admission.
 
 Nothing is shared, nothing is given back before the sequence ends, windows free nothing: this is what paging is measured
-against, with the same scheduler and the same kernels. The pool is cut into equal *reservations* of consecutive block ids.
+against, with the same scheduler and the same kernels. The pool is cut into equal *reservations* of consecutive block
+ids.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ class PoolView:
 
     block_tables: seq_id -> one list of block ids per group (-1: released behind a window). ref_counts: block -> number
     of tables that hold it, used blocks only. filled_slots: slots of used blocks that hold a computed position;
-    reserved_slots: all slots of used blocks; the difference is internal fragmentation (or, with static allocation, reserve).
-    static_bytes_same_load: what static allocation would have reserved for the sequences that run now. shared_saved_blocks:
-    blocks that would be needed in addition if nothing were shared.
+    reserved_slots: all slots of used blocks; the difference is internal fragmentation (or, with static allocation,
+    reserve). static_bytes_same_load: what static allocation would have reserved for the sequences that run now.
+    shared_saved_blocks: blocks that would be needed in addition if nothing were shared.
     """
 
     num_blocks: int
