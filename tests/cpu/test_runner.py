@@ -427,6 +427,6 @@ def test_largest_step_fills_the_budget_and_runs(seqs, length, tokens):
     assert max(s.num_tokens for s in plan.scheduled) <= length
     rig = Rig(num_blocks=num_blocks, spec=spec, **limits)
     assert len(rig.runner.execute(plan).drawn) == len(plan.scheduled)
-    kind = {"dtype": torch.float32, "device": "cpu"}
+    kind = {"dtype": torch.float32, "device": "cpu", "vocab_size": VOCAB}
     peak = largest_step_bytes(FakeDecoder(spec), spec, layout, ReferenceAttention, **kind, **limits)
     assert 0 <= peak < 1 << 30

@@ -96,9 +96,9 @@ def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
 
 def test_an_allocator_that_refuses_is_a_config_error(monkeypatch):
     def refuse(*args, **kwargs):
-        raise RuntimeError("not enough memory: you tried to allocate")
+        raise MemoryError("not enough memory: you tried to allocate")
 
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(kv_store.np, "zeros", refuse)
     with pytest.raises(ConfigError, match=r"allocator refused .* 3 blocks .* you tried"):
         KVStore.allocate(LAYOUT, SPEC, 3, dtype=torch.float32)
 

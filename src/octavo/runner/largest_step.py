@@ -58,6 +58,7 @@ def largest_step_bytes(
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int,
+    vocab_size: int,
 ) -> int:
     """Peak bytes of the largest step above weights and KV blocks. Allocates a small KV store and drops it again."""
     plan, num_blocks = largest_step(
@@ -75,6 +76,6 @@ def largest_step_bytes(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        vocab_size=spec.vocab_size,
+        vocab_size=vocab_size,
     )
     return measure_activation_peak(lambda: runner.execute(plan), device)
