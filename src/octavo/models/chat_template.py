@@ -62,7 +62,7 @@ def render_chat(
     special_tokens: Mapping[str, str],
     variables: Mapping[str, Any],
 ) -> str:
-    """The prompt text. Raises `PromptError` for an empty conversation, a malformed message, or what a template refuses."""
+    """The prompt text. Raises `PromptError`: an empty conversation, a malformed message, what a template refuses."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise PromptError(f"messages={messages!r}: must be a non-empty list of messages")
     for position, message in enumerate(messages):

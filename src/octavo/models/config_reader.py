@@ -28,7 +28,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 #: Keys that do not change what a forward pass computes: training, bookkeeping, sampling defaults, older libraries.
-HARMLESS = _words("""architectures model_type torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
+HARMLESS = _words("""
+    architectures model_type torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
     pretraining_tp _name_or_path name_or_path pad_token_id cache_implementation auto_map id2label label2id
     return_dict output_hidden_states output_attentions torchscript max_length min_length do_sample temperature top_k
     top_p typical_p num_beams num_beam_groups num_return_sequences repetition_penalty length_penalty
@@ -46,7 +47,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
 }
 #: Keys every family reads.
-COMMON = _words("""vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+COMMON = _words("""
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     max_position_embeddings rms_norm_eps bos_token_id eos_token_id tie_word_embeddings rope_theta rope_scaling
     rope_parameters""")
 

@@ -50,7 +50,7 @@ class _Array:
 
 
 class GGUFFile:
-    """`metadata` lookups by `get`, tensors by name in `tensors`, bytes by `raw`. Keep it open while tensors are read."""
+    """Metadata by `get`, tensors by name in `tensors`, their bytes by `raw`. Keep it while tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +154,10 @@ class GGUFFile:
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; arrays come as lists (strings) or numpy arrays (numbers)."""
         value = self._values.get(key, default)
-        return self._decode(value) if isinstance(value, _Array) else value
+        try:
+            return self._decode(value) if isinstance(value, _Array) else value
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: {key} holds text that is not UTF-8: {error}") from error
 
     def array_length(self, key: str) -> int | None:
         """Length of an array without decoding it; None when the key holds none."""

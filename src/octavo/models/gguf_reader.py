@@ -63,7 +63,8 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     architecture = file.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path}: architecture {architecture!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}"
+            f"{file.path}: architecture {architecture!r} is not supported in GGUF; "
+            f"supported: {', '.join(ARCHITECTURES)}"
         )
     header = _Header(file, architecture)
     _refuse(file, header, architecture)

@@ -200,7 +200,7 @@ def _add_special(tokenizer: Tokenizer, file: GGUFFile, kind: str) -> None:
 
 
 def _add_begin_and_end(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str], kind: str) -> None:
-    """What `encode` puts around a text. A SentencePiece file without the flag gets a begin token, as its runtime does."""
+    """What `encode` puts around a text. A SentencePiece file without the flag gets a begin token."""
     begin, end = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
     add_begin = file.get("tokenizer.ggml.add_bos_token", kind == "llama") and begin is not None
     add_end = file.get("tokenizer.ggml.add_eos_token", False) and end is not None

@@ -108,7 +108,8 @@ class Tokenizer:
             return self.chat_templates.get(asked, asked)
         if not self.chat_templates:
             raise PromptError(
-                "this model has no chat template (a base model?); give one as chat_template, or use generate with a prompt"
+                "this model has no chat template (a base model?); "
+                "give one as chat_template, or use generate with a prompt"
             )
         if with_tools and "tool_use" in self.chat_templates:
             return self.chat_templates["tool_use"]
