@@ -69,10 +69,10 @@ def mixed_requests(rng):
     prefix = [rng.randrange(50) for _ in range(13)]
     requests = []
     for i in range(7):
-        prompt = (prefix if i % 2 else []) + [rng.randrange(50) for _ in range(rng.randrange(1, 18))]
+        prompt = (prefix if i % 2 else []) + [rng.randrange(50) for _ in range(rng.randrange(6, 18))]
         kinds = [
-            SamplingParams(temperature=0, max_tokens=rng.randrange(1, 25)),
-            SamplingParams(n=3, seed=i + 1, max_tokens=rng.randrange(1, 20)),
+            SamplingParams(temperature=0, max_tokens=rng.randrange(15, 25)),
+            SamplingParams(n=3, seed=i + 1, max_tokens=rng.randrange(14, 20)),
             SamplingParams(seed=i + 1, top_p=0.8, repetition_penalty=1.4, max_tokens=20),
         ]
         requests.append((prompt, kinds[i % 3]))
