@@ -12,7 +12,7 @@ help:  ## this list
 
 run:  ## set everything up and answer PROMPT with Gemma 3 270M, showing the block tables used
 	@tools/install.sh $(VENV) demo
-	@$(BIN)/octavo generate "$(PROMPT)" --n 3 --temperature 0.8 --seed 1 --max-tokens 48 --show-blocks
+	@$(BIN)/octavo generate "$(PROMPT)" --n 3 --temperature 0.8 --seed 1 --max-tokens 48 --max-model-len 2048 --show-blocks
 
 dev:
 	@tools/install.sh $(VENV) dev
