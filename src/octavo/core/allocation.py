@@ -79,14 +79,14 @@ class PagedAllocation:
         """Exact peak over the life of a request, when chunks are as small as they must be.
 
         Blocks wholly inside the prompt are shared by all `width` sequences, the rest is everyone's own; a windowed
-        group holds only what its window touches. The sum grows with every new block, so the peak lies where the last
-        block was begun, at the last position, or at the end of the prompt.
+        group holds only what its window touches. The sum grows with every new block and shrinks inside a block, so the
+        peak lies where a block is begun for the last time, or where samples part: at the end of the prompt.
         """
         if not self.copy_on_write and width > 1:
             return width * self.worst_case(prompt_len, positions, 1)
         size = self.layout.block_size
         last = positions - 1
-        points = {last, last // size * size, prompt_len - 1, (prompt_len - 1) // size * size}
+        points = {last // size * size, prompt_len, prompt_len - 1, (prompt_len - 1) // size * size}
         return max(self._held_at(p, prompt_len, width) for p in points if 0 <= p <= last)
 
     def _held_at(self, position: int, prompt_len: int, width: int) -> int:

@@ -75,6 +75,11 @@ class BlockPool:
     def is_pending(self, block: int) -> bool:
         return block in self._pending
 
+    @property
+    def fence_step(self) -> int | None:
+        """The step that released blocks wait for; None: they are available at once."""
+        return self._fence
+
     def is_private(self, block: int) -> bool:
         """May its one owner write into it in place? Not if shared, not if its content can be found by hash."""
         return self._counts[block] == 1 and not self._published[block]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from octavo.core.kv_layout import KVLayout
 from octavo.core.step import (
@@ -35,6 +36,17 @@ def default_script(tokens: Sequence[int], sample_index: int, vocab: int = 997) -
     for t in tokens[-8:]:
         state = (state * 1000003 + t + 1) & 0xFFFFFFFF
     return 1 + (state + len(tokens)) % (vocab - 1)
+
+
+class Read(NamedTuple):
+    """One slot that a step reads."""
+
+    seq_id: int
+    group: int
+    position: int
+    block: int
+    offset: int
+    content: int
 
 
 class _Row:
@@ -69,6 +81,7 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self.steps = 0
         self.computed_tokens = 0
+        self.last_reads: list[Read] = []  # of the step executed last
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Obey the plan in the documented order, checking every read."""
@@ -77,6 +90,7 @@ class FakeRunner:
             self._rows.pop(seq_id, None)
         for start in plan.starts:
             self._rows[start.seq_id] = _Row(start, self.layout.num_groups)
+        self.last_reads = []
         if self.check:
             self._transfer(plan)
         drawn: dict[int, Drawn] = {}
@@ -149,18 +163,30 @@ class FakeRunner:
         return marks
 
     def _verify(self, item: ScheduledSequence) -> None:
+        reads = self.reads(item)
+        self.last_reads += reads
+        self.check_reads(reads)
+
+    def reads(self, item: ScheduledSequence) -> list[Read]:
+        """Every slot a kernel reads for the item, and what must be in it."""
         row = self._rows[item.seq_id]
         size = self.layout.block_size
         end = item.start + item.num_tokens
         marks = self._marks(row, end)
-        for group, (table, kind) in enumerate(zip(row.tables, self.layout.groups)):
-            for position in range(kind.first_needed(item.start), end):
-                block = table[position // size]
-                if self._kv[block][position % size] != hash((marks[position], group)):
-                    raise InternalError(
-                        f"sequence {item.seq_id}, group {group}: position {position} reads block {block}, "
-                        "which holds another content"
-                    )
+        return [
+            Read(item.seq_id, group, position, table[position // size], position % size, hash((marks[position], group)))
+            for group, (table, kind) in enumerate(zip(row.tables, self.layout.groups))
+            for position in range(kind.first_needed(item.start), end)
+        ]
+
+    def check_reads(self, reads: Sequence[Read], when: str = "") -> None:
+        """Raise `InternalError` for the first slot that holds another content."""
+        for read in reads:
+            if self._kv[read.block][read.offset] != read.content:
+                raise InternalError(
+                    f"sequence {read.seq_id}, group {read.group}: position {read.position} reads block {read.block}, "
+                    f"which holds another content{when}"
+                )
 
     def _draw(self, seq_id: int, known: list[int]) -> Drawn:
         row = self._rows[seq_id]
@@ -179,18 +205,25 @@ class FakeRunner:
 
 
 class DelayedRunner:
-    """Runs plans as a device does whose results are seen `delay` steps late: submit, then collect in order."""
+    """Runs plans as a device does whose results are seen `delay` steps late: submit, then collect in order.
+
+    Until a result is seen, its step may still be reading. So after each submitted plan the reads of all steps whose
+    result is out are checked once more: a block that was handed out again too early has been overwritten by then.
+    """
 
     def __init__(self, runner: FakeRunner, delay: int = 1) -> None:
         self.runner = runner
         self.delay = delay
-        self._results: deque[StepResult] = deque()
+        self._results: deque[tuple[StepResult, list[Read]]] = deque()
 
     def submit(self, plan: StepPlan) -> StepResult | None:
         """Execute the plan; returns the result that is due now, if any."""
-        self._results.append(self.runner.execute(plan))
-        return self._results.popleft() if len(self._results) > self.delay else None
+        result = self.runner.execute(plan)
+        for late, reads in self._results:
+            self.runner.check_reads(reads, f": step {late.step_id} was still in flight when step {plan.step_id} wrote it")
+        self._results.append((result, self.runner.last_reads))
+        return self.collect() if len(self._results) > self.delay else None
 
     def collect(self) -> StepResult | None:
         """The oldest result not seen yet."""
-        return self._results.popleft() if self._results else None
+        return self._results.popleft()[0] if self._results else None

@@ -7,7 +7,8 @@ released and handed to another sequence within one plan is read before it is wri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from octavo.core.allocation import Allocation, PagedAllocation
 from octavo.core.block_pool import BlockPool
@@ -145,6 +146,21 @@ class KVMemory:
             for ids in swapped.pop(seq.seq_id):
                 self.host_pool.release_all(b for b in reversed(ids) if b != RELEASED)
         return self.allocation.close(seq)
+
+    @contextmanager
+    def unread_by_steps_in_flight(self) -> Iterator[None]:
+        """While beams end that have all reported: no step in flight reads what is theirs alone.
+
+        With static allocation everything is, and the reservation of a lost beam is needed for a fork at once. Paged
+        blocks may have been shared with a sequence that ended while its step was in flight: they keep waiting.
+        """
+        waits = self.pool.fence_step
+        if isinstance(self.allocation, StaticAllocation):
+            self.pool.fence(None)
+        try:
+            yield
+        finally:
+            self.pool.fence(waits)
 
     def truncate(self, seq: Sequence) -> None:
         """Drop blocks beyond what has been computed (a planned step that did not happen)."""

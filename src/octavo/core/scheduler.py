@@ -127,8 +127,13 @@ class Scheduler:
         return seq
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one of its samples, in whatever state it is; False if there is nothing (left) to end."""
+        """End a request, or one of its samples, in whatever state it is; False if there is nothing (left) to end.
+
+        A beam search has no samples: it ends as a whole or not at all.
+        """
         request = self.requests.get(request_id)
+        if request is not None and request.beam is not None and index is not None:
+            return False
         targets = [s for s in request.live() if index is None or s.index == index] if request else []
         for seq in targets:
             self.finish(seq, "abort")
@@ -450,9 +455,10 @@ class Scheduler:
             self._take_prompt_logprobs(flight.plan, seq_id, entries)
         news: list[SequenceNews] = []
         beams: dict[str, Request] = {}
+        asked = {seq.seq_id: (end, epoch) for seq, end, epoch in flight.work}
         for seq_id, drawn in result.drawn.items():
             seq_or_none = self._sequences.get(seq_id)
-            if seq_or_none is not None:
+            if seq_or_none is not None and not _is_stale(seq_or_none, asked.get(seq_id)):
                 self._take_drawn(seq_or_none, drawn, news, beams, now)
         for request in beams.values():
             self._advance_beams(request)
@@ -486,7 +492,7 @@ class Scheduler:
     def _check_end(self, seq: Sequence, token: int) -> None:
         """Natural end, stop id, or a length limit. (Stop strings are text: the engine finds them.)"""
         request, params = seq.request, seq.request.sampling
-        if token in request.end_ids and seq.num_output >= params.min_tokens:
+        if token in request.end_ids and seq.num_output > params.min_tokens:
             named = token in (params.stop_token_ids or ())
             self.finish(seq, "stop", token if named else None)
         elif len(seq.token_ids) >= request.max_len:
@@ -517,9 +523,10 @@ class Scheduler:
         first_use: set[int] = set()
         forks = []
         kept = {c.parent.seq_id for c in going}
-        for seq in live:
-            if seq.seq_id not in kept and len(kept) < len(live):
-                self.finish(seq, "beam lost")
+        with self.memory.unread_by_steps_in_flight():
+            for seq in live:
+                if seq.seq_id not in kept:
+                    self.finish(seq, "beam lost")
         for c in going:
             if c.parent.seq_id in first_use:
                 child = self._new_sequence(request, len(request.sequences), list(c.parent.token_ids))
@@ -539,6 +546,11 @@ class Scheduler:
     def audit(self) -> None:
         """Raise `AuditError` at the first contradiction. O(pool): for tests, debug and idle moments."""
         self.memory.audit(self.requests.values())
+
+
+def _is_stale(seq: Sequence, asked: tuple[int, int] | None) -> bool:
+    """Do a beam's candidates continue a text that it no longer has, or computed before a preemption?"""
+    return seq.request.beam is not None and asked != (len(seq.token_ids), seq.epoch)
 
 
 def _work_of(request: Request) -> Iterator[tuple[Sequence, int]]:
