@@ -250,7 +250,9 @@ def test_null_and_absent_values() -> None:
     spec = spec_from_config({**LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None})
     assert (spec.head_dim, spec.num_kv_heads) == (16, 4)
     assert spec_from_config({**LLAMA, "eos_token_id": [5, 7], "bos_token_id": None}).eos_token_ids == (5, 7)
-    assert spec_from_config({**LLAMA, "torch_dtype": "bfloat16", "_name_or_path": "x", "new_flag": False})
+    assert spec_from_config(
+        {**LLAMA, "torch_dtype": "bfloat16", "_name_or_path": "x", "new_flag": False, "unk_token_id": 3}
+    )
 
 
 def test_a_config_that_is_not_an_object() -> None:

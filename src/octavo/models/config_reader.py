@@ -29,15 +29,17 @@ def _words(text: str) -> frozenset[str]:
 
 #: Keys that do not change what a forward pass computes: training, bookkeeping, sampling defaults, older libraries.
 HARMLESS = _words("""
-    architectures model_type torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
-    pretraining_tp _name_or_path name_or_path pad_token_id cache_implementation auto_map id2label label2id
-    return_dict output_hidden_states output_attentions torchscript max_length min_length do_sample temperature top_k
-    top_p typical_p num_beams num_beam_groups num_return_sequences repetition_penalty length_penalty
-    diversity_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size early_stopping remove_invalid_values
-    output_scores return_dict_in_generate chunk_size_feed_forward begin_suppress_tokens suppress_tokens
-    unsloth_version unsloth_fixed eos_token pad_token bos_token use_flash_attn
-    _attn_implementation attn_implementation _sliding_window_pattern hidden_dropout resid_pdrop embd_pdrop
-    problem_type max_sequence_length model_max_length""")
+    architectures model_type torch_dtype dtype transformers_version use_cache initializer_range
+    attention_dropout pretraining_tp name_or_path pad_token_id unk_token_id sep_token_id cls_token_id
+    mask_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids
+    cache_implementation auto_map id2label label2id return_dict output_hidden_states output_attentions
+    torchscript max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups
+    num_return_sequences repetition_penalty length_penalty diversity_penalty encoder_no_repeat_ngram_size
+    no_repeat_ngram_size early_stopping remove_invalid_values output_scores return_dict_in_generate
+    chunk_size_feed_forward begin_suppress_tokens suppress_tokens unsloth_version unsloth_fixed eos_token
+    pad_token bos_token use_flash_attn attn_implementation hidden_dropout resid_pdrop embd_pdrop problem_type
+    max_sequence_length model_max_length
+""")
 #: Keys with one value that changes nothing; any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
@@ -247,7 +249,8 @@ def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> Non
             raise ModelError(f"config: {key}={config[key]!r} is not supported; only {allowed[0]!r}")
     known = HARMLESS | COMMON | family.keys | set(NEUTRAL) | {"quantization_config"}
     empty: tuple[Any, ...] = (None, False, "", [], {})
-    unknown = [key for key, value in config.items() if key not in known and value not in empty]
+    # A leading underscore marks the library's own notes (_name_or_path, _attn_implementation, …), not settings.
+    unknown = [k for k, value in config.items() if k not in known and value not in empty and not k.startswith("_")]
     if unknown:
         listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
         raise ModelError(

@@ -73,7 +73,7 @@ class _Source:
         try:
             spec = spec_from_config(read_json(path), head)
         except ModelError as error:
-            raise ModelError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+            raise ModelError(f"{path}: {str(error).removeprefix('config: ').removeprefix(f'{path}: ')}") from error
         self.spec = replace(spec, eos_token_ids=_generation_ends(files.path) or spec.eos_token_ids)
 
     def weights(self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None) -> LazyWeights:
