@@ -17,7 +17,7 @@ to the tail, so cached blocks are evicted least recently used and only after eve
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from octavo.errors import AuditError, InternalError, OutOfBlocksError
 
@@ -208,19 +208,22 @@ class BlockPool:
 
     def reuse_order(self) -> list[int]:
         """Blocks of count 0 in the order they will be handed out. For tests and views; O(num_blocks)."""
-        order, block = [], self._next[self._end]
-        while block != self._end:
-            order.append(block)
-            if len(order) > self.num_blocks:
-                raise AuditError(f"the free list is circular around block {block}")
-            block = self._next[block]
+        order = list(self._walk())
+        last = order[-1] if order else self._end
+        if self._next[last] != self._end or self._prev[self._end] != last:
+            raise AuditError(f"the free list is broken behind block {last}: block {self._next[last]} is not linked back")
         return order
+
+    def _walk(self) -> Iterator[int]:
+        """The list from its head, as far as each block is linked back to the one before it (so never in a circle)."""
+        before, block = self._end, self._next[self._end]
+        while 0 <= block < self.num_blocks and self._prev[block] == before:
+            yield block
+            before, block = block, self._next[block]
 
     def audit(self, holders: dict[int, int]) -> None:
         """Compare with `holders`: block -> number of tables that hold it. `AuditError` at the first bad one."""
         listed = set(self.reuse_order())
-        if len(listed) != self._listed:
-            raise AuditError(f"the free list has {len(listed)} distinct blocks, {self._listed} were counted")
         cached = shared = 0
         for block in range(self.num_blocks):
             count, held = self._counts[block], holders.get(block, 0)
@@ -232,6 +235,8 @@ class BlockPool:
                 raise AuditError(f"block {block}: count {count}, {where}")
             cached += block in listed and bool(self._published[block])
             shared += count > 1
+        if len(listed) != self._listed:
+            raise AuditError(f"the free list has {len(listed)} blocks, {self._listed} were counted")
         if (cached, shared) != (self.num_cached, self.num_shared):
             raise AuditError(
                 f"counted {cached} cached and {shared} shared blocks, "
@@ -239,10 +244,15 @@ class BlockPool:
             )
 
     def repair(self, holders: dict[int, int]) -> list[int]:
-        """Set every count to the number of holders and rebuild the list; returns the blocks that had leaked."""
-        leaked = [b for b in range(self.num_blocks) if self._counts[b] != holders.get(b, 0)]
+        """Set every count to the number of holders and rebuild the list; returns the blocks that had leaked.
+
+        No step may be in flight. Cached blocks keep their content and, as far as the list is whole, their order.
+        """
+        order = list(self._walk())
+        listed = set(order)
+        leaked = [b for b in range(self.num_blocks) if self._is_lost(b, holders.get(b, 0), listed)]
         if leaked:
-            cached_order = [b for b in self.reuse_order() if self._published[b] and not holders.get(b)]
+            cached_order = [b for b in order if self._published[b] and not holders.get(b)]
             for block in range(self.num_blocks):
                 self._counts[block] = holders.get(block, 0)
             self._pending.clear()
@@ -256,6 +266,10 @@ class BlockPool:
                 self._list(block)
             self.num_shared = sum(c > 1 for c in self._counts)
         return leaked
+
+    def _is_lost(self, block: int, held: int, listed: set[int]) -> bool:
+        """Wrong count, waiting for a step that is long done, or of count 0 and not in the list (or the reverse)."""
+        return self._counts[block] != held or block in self._pending or (block in listed) != (held == 0)
 
 
 def _nothing_cached(block: int) -> None:

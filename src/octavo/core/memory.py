@@ -279,9 +279,25 @@ class KVMemory:
             self.cache.audit()
         for request in requests:
             for seq in request.live():
+                self._audit_content(seq)
                 for table in seq.tables:
                     if table.num_missing(seq.num_computed):
                         raise AuditError(
                             f"sequence {seq.seq_id}, group {table.group}: {len(table.ids)} blocks cannot hold "
                             f"{seq.num_computed} computed positions"
                         )
+
+    def _audit_content(self, seq: Sequence) -> None:
+        """A complete block of the sequence that is published must be published as what it holds."""
+        if self.cache is None:
+            return
+        for logical in range(min(seq.num_done // self.layout.block_size, len(seq.keys))):
+            for table in seq.tables:
+                if logical < table.first_live:
+                    continue
+                info = self.cache.block_info(table.ids[logical])
+                if info is not None and info != (seq.keys[logical], table.group):
+                    raise AuditError(
+                        f"sequence {seq.seq_id}, group {table.group}, logical block {logical}: block "
+                        f"{table.ids[logical]} is published with the hash of another content"
+                    )

@@ -5,7 +5,7 @@
     key 1 = H("block", key 0, tokens of block 1)   ...
 
 H is BLAKE2b, 128 bits, keyed with a secret of this process, every field tagged with its kind and length, so a key
-names one prefix under one salt and one adapter and cannot be guessed from outside. Tokens are compared on a hit all
+names one prefix under one salt and one adapter and cannot be guessed from outside. Parent, depth and tokens are compared on a hit all
 the same: a collision may cost a hit, never a wrong answer. The same content may live in two blocks; only the first is
 published, so a block table is only ever appended to.
 
@@ -44,6 +44,10 @@ class _Entry:
     tokens: tuple[int, ...]
     blocks: list[int]
     depth: int  # logical block index
+
+    def is_at(self, depth: int, parent: bytes) -> bool:
+        """Is this the block at that place of a chain? Only a collision of hashes can make it another."""
+        return self.depth == depth and self.parent == parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class PrefixCache:
         keys: of the sequence's full blocks. limit: at least one token must be left to compute, so at most len - 1.
         """
         size = self._size
-        whole = self._longest(keys, token_ids, min(len(keys), limit // size))
+        whole = self._longest(keys, token_ids, root, min(len(keys), limit // size))
         count = whole * size
         extra = b""
         if partial and count < limit:
@@ -148,13 +152,15 @@ class PrefixCache:
             ids.append(tuple(self._entries[k].blocks[group] for k in chain[begin:]))
         return Match(count, len(chain), tuple(first), tuple(ids), bool(extra))
 
-    def _longest(self, keys: Seq[bytes], token_ids: Seq[int], limit: int) -> int:
+    def _longest(self, keys: Seq[bytes], token_ids: Seq[int], root: bytes, limit: int) -> int:
         """Number of leading full blocks that every group can serve."""
         entries, size, full = self._entries, self._size, self._full
         found = 0
         while found < limit:
             entry = entries.get(keys[found])
             if entry is None or (full and any(entry.blocks[g] < 0 for g in full)):
+                break
+            if not entry.is_at(found, keys[found - 1] if found else root):
                 break
             if entry.tokens != tuple(token_ids[found * size : (found + 1) * size]):
                 break
@@ -190,7 +196,8 @@ class PrefixCache:
         best, most = b"", 0
         siblings = self._children.get(parent, {}).get(token_ids[start], {})
         for key in islice(reversed(siblings), _SIBLINGS_COMPARED):
-            shared = _common(self._entries[key].tokens, ours)
+            entry = self._entries[key]
+            shared = _common(entry.tokens, ours) if entry.is_at(start // self._size, parent) else 0
             if shared > most:
                 best, most = key, shared
         return best, most
@@ -212,7 +219,7 @@ class PrefixCache:
             if depth == 0:
                 self._first_blocks.setdefault(entry.tokens, {})[key] = None
             self._evicted.pop(key, None)
-        elif entry.blocks[group] >= 0 or entry.tokens != tuple(tokens):
+        elif entry.blocks[group] >= 0 or not entry.is_at(depth, parent) or entry.tokens != tuple(tokens):
             return False
         if self._pool.is_published(block):
             return False
@@ -310,6 +317,9 @@ class PrefixCache:
                 raise AuditError(f"block {block}: its cache entry points at block {self._entries[key].blocks[group]}")
             if not self._pool.is_published(block):
                 raise AuditError(f"block {block}: in the prefix cache, but not published in the pool")
+        for block in range(self._pool.num_blocks):
+            if self._pool.is_published(block) and block not in self._where:
+                raise AuditError(f"block {block}: published in the pool, but not in the prefix cache")
         listed = sum(b >= 0 for e in self._entries.values() for b in e.blocks)
         if listed != len(self._where):
             raise AuditError(f"the prefix cache lists {listed} blocks, but knows the place of {len(self._where)}")
