@@ -58,18 +58,6 @@ class Region {
   char* start_ = nullptr;
 };
 
-// Ask for huge pages under someone else's memory, where whole ones fit. Works best before the first touch.
-inline void advise_huge_pages(void* data, size_t bytes) {
-#if defined(__linux__)
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (address + Region::kHuge - 1) / Region::kHuge * Region::kHuge;
-  const uintptr_t last = (address + bytes) / Region::kHuge * Region::kHuge;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)data, (void)bytes;
-#endif
-}
-
 struct Memory {
   std::shared_ptr<Region> region;
   char* data = nullptr;

@@ -257,7 +257,6 @@ NB_MODULE(_native, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("use", &use);
   m.def("in_use", [] { return std::string(kernels->name); });
-  m.def("advise_huge_pages", [](uintptr_t data, size_t bytes) { advise_huge_pages(at<void>(data), bytes); });
   m.def("norm", &norm);
   m.def("rotary", &rotary);
   m.def("gate", &gate);

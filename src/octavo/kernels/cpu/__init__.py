@@ -68,18 +68,6 @@ def make_ops(dtype: torch.dtype) -> Ops:
     return NativeOps(dtype)
 
 
-def advise_huge_pages(x: torch.Tensor) -> None:
-    """Ask the system for huge pages under a large CPU tensor; best right after `torch.empty`, before the first touch.
-
-    Blocks of a pool are read in any order, so with 4 KiB pages every block costs several page walks. Without the
-    kernels, or where the system refuses, nothing happens: it is advice.
-    """
-    from octavo.kernels.cpu.loader import native, problem
-
-    if not problem() and x.device.type == "cpu":
-        native().advise_huge_pages(x.data_ptr(), x.numel() * x.element_size())
-
-
 def __getattr__(name: str) -> Any:
     if name == "NativeAttention":
         from octavo.kernels.cpu.attention import NativeAttention
