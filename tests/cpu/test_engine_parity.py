@@ -172,6 +172,8 @@ def test_context_filled_to_the_last_position(models: Any) -> None:
     model = models("gemma3")
     prompt = random_ids(100, 5)
     with model.engine() as llm:
-        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False)
+        (output,) = llm.generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), use_tqdm=False
+        )
     assert len(output.outputs[0].token_ids) == 156 and output.outputs[0].finish_reason == "length"
     assert_greedy(model.oracle, prompt, output.outputs[0].token_ids)

@@ -29,7 +29,7 @@ class Model:
     oracle: Any
 
     def engine(self, **settings: Any) -> LLM:
-        """An engine over the files: float32, 4,096 tokens of memory, audited after every step unless asked otherwise."""
+        """An engine over the files: float32, memory for 8,192 tokens, audited after every step."""
         block_size = settings.get("block_size", 16)
         if "cpu_kv_bytes" not in settings:
             settings.setdefault("num_blocks", 2 * 4096 // block_size)
@@ -43,7 +43,7 @@ def tiny(family: str, root: Path, **settings: Any) -> Model:
 
 
 def gemma(path: Path) -> Model:
-    """Gemma 3 270M as the library itself reads the GGUF file `path`: its own dequantisation, names and configuration."""
+    """Gemma 3 270M as the library itself reads the GGUF file `path`: its own weights, names and configuration."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config)
@@ -119,7 +119,7 @@ def beams(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
 ) -> list[Beam]:
-    """The library's beam search, best first. Beams it makes up where fewer than `width` exist (score -1e9) are left out."""
+    """The library's beam search, best first. Beams it makes up for want of real ones (score -1e9) are left out."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = oracle.generate(
