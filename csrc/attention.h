@@ -84,7 +84,8 @@ OCTAVO_INLINE void score(const float* query, const T* const* keys, const T* cons
     for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
       for (int r = 0; r < NQ; ++r) {
-        const f8 q = load(query + (int64_t)r * d + j + 8 * half);
+        f8 q = load(query + (int64_t)r * d + j + 8 * half);
+        if (NK > 1 && NK < 8) keep(q);
 #pragma GCC unroll 8
         for (int c = 0; c < NK; ++c) acc[r * NK + c] = fma(q, k[half][c], acc[r * NK + c]);
       }

@@ -39,6 +39,24 @@ OCTAVO_INLINE f8 rounded(f8 v) {
 template <>
 OCTAVO_INLINE f8 rounded<float>(f8 v) { return v; }
 
+// Four running sums, so that the additions do not wait for each other; f(j) is the vector at value j.
+template <class F>
+OCTAVO_INLINE void sum_squares(int64_t dim, f8 (&squares)[4], F f) {
+  for (f8& s : squares) s = splat(0);
+  int64_t j = 0;
+  for (; j + 32 <= dim; j += 32) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const f8 v = f(j + 8 * i);
+      squares[i] = fma(v, v, squares[i]);
+    }
+  }
+  for (; j < dim; j += 8) {
+    const f8 v = f(j);
+    squares[0] = fma(v, v, squares[0]);
+  }
+}
+
 OCTAVO_INLINE float inverse_rms(const f8* squares, int64_t dim, float eps) {
   const f8 total = (squares[0] + squares[1]) + (squares[2] + squares[3]);
   return 1.0f / sqrtf(sum(total) / (float)dim + eps);
@@ -50,15 +68,15 @@ void norm_row(const NormArgs& a, int64_t r) {
   const T* residual = a.residual ? (const T*)a.residual + r * a.dim : nullptr;
   T* total = a.residual ? (T*)a.sum + r * a.dim : nullptr;
   T* out = (T*)a.out + r * a.dim;
-  f8 squares[4] = {splat(0), splat(0), splat(0), splat(0)};
-  for (int64_t j = 0; j < a.dim; j += 8) {
+  f8 squares[4];
+  sum_squares(a.dim, squares, [&](int64_t j) __attribute__((always_inline)) {
     f8 v = load_some(x + j, a.dim - j);
     if (residual) {
       v = rounded<T>(load_some(residual + j, a.dim - j) + v);
       store_some(total + j, v, a.dim - j);
     }
-    squares[j / 8 % 4] = fma(v, v, squares[j / 8 % 4]);
-  }
+    return v;
+  });
   const f8 scale = splat(inverse_rms(squares, a.dim, a.eps));
   const T* from = residual ? total : x;
   for (int64_t j = 0; j < a.dim; j += 8) {
@@ -87,11 +105,8 @@ void rotary_head(const T* x, T* out, int64_t dim, const float* cos, const float*
   const int64_t half = dim / 2;
   float scale = 1.0f;
   if (weight) {
-    f8 squares[4] = {splat(0), splat(0), splat(0), splat(0)};
-    for (int64_t j = 0; j < dim; j += 8) {
-      const f8 v = load_some(x + j, dim - j);
-      squares[j / 8 % 4] = fma(v, v, squares[j / 8 % 4]);
-    }
+    f8 squares[4];
+    sum_squares(dim, squares, [&](int64_t j) __attribute__((always_inline)) { return load_some(x + j, dim - j); });
     scale = inverse_rms(squares, dim, eps);
   }
   for (int64_t j = 0; j < half; j += 8) {

@@ -144,7 +144,7 @@ class Attention {
       slots = std::max(slots, p.slots);
     }
     grow(scratch_, slots * (shape_.head_dim + 2));
-    grow(work_, args_.work_stride * threads_);
+    grow(work_, args_.work_stride * threads_ + kAlign / 4);
   }
 
   void attend(int64_t layer, int window_index, uintptr_t table, int64_t table_stride, uintptr_t query,
@@ -159,7 +159,7 @@ class Attention {
     a.out = at<void>(out), a.io_type = static_cast<DType>(io_type);
     a.items = p.items.data(), a.num_items = static_cast<int64_t>(p.items.size());
     a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
-    a.scratch = scratch_.data(), a.work = work_.data();
+    a.scratch = scratch_.data(), a.work = aligned(work_.data());
     a.threads = p.worth_threads ? threads_ : 1;
     const int64_t bad = kernels->attend(a);
     if (bad >= 0)
@@ -208,6 +208,11 @@ class Attention {
     if (layer < 0 || layer >= shape_.layers)
       throw std::out_of_range("layer " + std::to_string(layer) + " of a block with " + std::to_string(shape_.layers));
     return base_ + layer * 2 * args_.value_offset * element_size(args_.kv_type);
+  }
+  // Vectors that straddle cache lines cost two loads each.
+  static constexpr uintptr_t kAlign = 64;
+  static float* aligned(float* p) {
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + kAlign - 1) / kAlign * kAlign);
   }
   static void grow(std::vector<float>& v, int64_t floats) {
     if (static_cast<int64_t>(v.size()) < floats) v.resize(static_cast<size_t>(floats));

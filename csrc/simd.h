@@ -36,6 +36,14 @@ OCTAVO_INLINE f8 load(const float* p) {
   return v;
 }
 OCTAVO_INLINE void store(float* p, f8 v) { memcpy(p, &v, sizeof v); }
+// Keep v in a register: left alone, compilers fold one load into each of its uses and run out of load ports.
+OCTAVO_INLINE void keep(f8& v) {
+#if defined(__AVX2__)
+  __asm__("" : "+x"(v));
+#else
+  (void)v;
+#endif
+}
 OCTAVO_INLINE f8 as_float(i8 v) { return (f8)v; }
 OCTAVO_INLINE i8 as_int(f8 v) { return (i8)v; }
 OCTAVO_INLINE f8 select(i8 mask, f8 yes, f8 no) {
