@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,7 @@ from octavo.core.settings import SchedulerSettings
 from octavo.engine import Engine
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
-from octavo.kernels.interface import make_backend
+from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.kernels.ops import Ops, TorchOps
 from octavo.logs import logger
 from octavo.models.load import LoadedModel, load_model, pick_dtype
@@ -28,21 +29,36 @@ from octavo.models.spec import ModelSpec
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
 from octavo.runner.memory import Budget, cpu_budget, cuda_budget
-from octavo.runner.model_runner import ModelRunner
+from octavo.runner.model_runner import ModelRunner, Profile
 
 # The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
 MOVE_BYTES_PER_S = {"cpu": 8e9, "cuda": 20e9}
 FLOPS = {"cpu": 100e9, "cuda": 100e12}
 
 
-def build_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> Engine:
+class Instrument(Profile, Protocol):
+    """Watches an engine from inside: gets the sections of a step, and may stand in front of operations and backend."""
+
+    def ops(self, inner: Ops) -> Ops: ...
+
+    def backend(self, inner: AttentionBackend) -> AttentionBackend: ...
+
+
+def build_engine(
+    config: EngineConfig,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    instrument: Instrument | None = None,
+) -> Engine:
     """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
         config = replace(config, debug=True)
     device = _device(config.device)
     dtype = pick_dtype(config.dtype, device)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
-    model = load_model(config, dtype=dtype, device=device, ops=_ops(config, device, dtype), on_progress=report)
+    ops = _ops(config, device, dtype)
+    if instrument is not None:
+        ops = instrument.ops(ops)
+    model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
     layout = layout_for(config, model.spec, dtype.itemsize)
     budget = _budget(config, model, layout, dtype, device)
     resolved = resolve(config, _facts(config, model.spec, layout, budget, device, dtype))
@@ -61,11 +77,12 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, int, int], No
     runner = ModelRunner(
         model.decoder,
         store,
-        backend,
+        backend if instrument is None else instrument.backend(backend),
         max_num_seqs=final.max_num_seqs,
         max_model_len=final.max_model_len,  # type: ignore[arg-type]
         max_num_batched_tokens=final.max_num_batched_tokens,
         vocab_size=model.spec.vocab_size,
+        profile=instrument,
     )
     settings = scheduler_settings(final, layout, model.spec, host_blocks, device)
     eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else model.spec.eos_token_ids
