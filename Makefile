@@ -1,7 +1,7 @@
 # Two commands do all the set-up: `make run` answers a prompt with the embedded model, `make test` proves the engine.
 VENV ?= .venv
 BIN := $(VENV)/bin
-PROMPT ?= The capital of France is
+PROMPT ?= A KV cache is like a library. Instead of reserving a whole shelf for every reader, the library lends single pages, and
 MINUTES ?= 10
 SEED ?= 1
 
