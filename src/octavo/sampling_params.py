@@ -198,9 +198,12 @@ class BeamSearchParams:
         _int("beam_width", self.beam_width, 1, 64)
         _int("max_tokens", self.max_tokens, 1)
         _real("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":  # 1 == True, but is not it
             raise _fail("early_stopping", self.early_stopping, 'must be True, False or "never"')
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _fail(name, getattr(self, name), "must be True or False")
         if self.deadline_ms is not None:
             _real("deadline_ms", self.deadline_ms, 0.0, 1e12, open_low=True)
 

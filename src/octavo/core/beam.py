@@ -84,8 +84,6 @@ class BeamSearch:
         return ranked
 
     def _finish(self, candidate: Continuation, length: int, reason: str) -> None:
-        if self.early_stopping is True and len(self.finished) == self.width:
-            return
         tokens = (*candidate.parent.output_token_ids, candidate.token_id)
         score = candidate.cumulative_logprob / length**self.length_penalty
         self.finished.append(Hypothesis(tokens, candidate.cumulative_logprob, score, reason))
@@ -96,7 +94,7 @@ class BeamSearch:
         """No running beam can (or, for the heuristics, is expected to) beat the worst finished one."""
         if len(self.finished) < self.width:
             return False
-        if self.early_stopping is True:
+        if self.early_stopping is True or self.width == 1:  # a single beam is greedy search: its first end is the end
             return True
         longest = self.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         return best_running / longest**self.length_penalty <= self.finished[-1].score
