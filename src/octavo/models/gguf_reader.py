@@ -156,7 +156,10 @@ def _softcap(header: _Header, key: str) -> float | None:
 def _vocabulary_rows(file: GGUFFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
-    return file.tensors["token_embd.weight"].shape[0]
+    shape = file.tensors["token_embd.weight"].shape
+    if len(shape) != 2 or not shape[0]:
+        raise ModelError(f"{file.path}: tensor token_embd.weight has shape {list(shape)}, expected [rows, columns]")
+    return shape[0]
 
 
 def _windows(file: GGUFFile, header: _Header, layers: int) -> tuple[int | None, ...]:

@@ -1,12 +1,14 @@
 """GGUF tensor types: sizes, and dequantisation of whole tensors straight into the dtype of the model.
 
-The common types of small models (F32, F16, BF16, Q8_0) are unpacked by torch; every other type goes through the
-`gguf` package, a slice of rows at a time, so that no float32 copy of a large tensor exists beside the result. Both give
-the same bits: the value of a quantised number is defined by the format (scale times integer, in float32).
+A slice of rows at a time, so that no float32 copy of a large tensor exists beside the result. The types that make up
+most of a small model are unpacked here (plain floats, Q8_0, Q5_0), the others by the `gguf` package. Both give the same
+bits: the value of a quantised number is defined by the format (scale times integer, in float32). Single-threaded NumPy
+on purpose: unpacking runs at the speed of touching fresh memory, and small threaded operations stall on a busy machine.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,42 +36,56 @@ def byte_count(type_id: int, shape: tuple[int, ...]) -> int | None:
 def dequantize(raw: np.ndarray, type_id: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """uint8 bytes -> tensor of `shape` in `dtype`. Raises NotImplementedError for a type nobody can unpack."""
     kind = GGMLQuantizationType(type_id)
-    columns = shape[-1]
-    rows = 1
-    for side in shape[:-1]:
-        rows *= side
+    columns, rows = shape[-1], prod(shape[:-1])
     result = torch.empty(rows, columns, dtype=dtype)
-    row_bytes = len(raw) // max(rows, 1)
-    step = max(1, CHUNK // columns)
+    row_bytes, step = len(raw) // rows, max(1, CHUNK // columns)
+    scratch = None if dtype == torch.float32 else np.empty((min(step, rows), columns), dtype=np.float32)
     for first in range(0, rows, step):
-        count = min(step, rows - first)
-        part = raw[first * row_bytes : (first + count) * row_bytes]
-        target = result[first : first + count]
-        if kind == GGMLQuantizationType.Q8_0 and dtype == torch.float32:
-            numbers, scales = _q8_0(part)
-            torch.mul(numbers, scales, out=target.view(-1, 32))  # one pass, no scratch
+        target = result[first : first + step]
+        part = raw[first * row_bytes : (first + len(target)) * row_bytes]
+        if kind in _PLAIN:
+            target.copy_(torch.from_numpy(part.copy()).view(_PLAIN[kind]).view(target.shape))
+        elif scratch is None:
+            _unpack(part, kind, target.numpy())
         else:
-            target.copy_(_unpack(part, kind, count, columns))
+            _unpack(part, kind, scratch[: len(target)])
+            target.copy_(torch.from_numpy(scratch[: len(target)]))
     return result.view(shape)
 
 
-def _unpack(part: np.ndarray, kind: GGMLQuantizationType, rows: int, columns: int) -> torch.Tensor:
-    """A few rows, float32 (or the stored float type) [rows, columns]."""
-    if kind in _PLAIN:
-        return _bytes(part).view(_PLAIN[kind]).view(rows, columns)
+def _unpack(part: np.ndarray, kind: GGMLQuantizationType, out: np.ndarray) -> None:
+    """Some rows of a quantised tensor into float32 `out` [rows, columns], contiguous."""
     if kind == GGMLQuantizationType.Q8_0:
-        numbers, scales = _q8_0(part)
-        return (numbers * scales).view(rows, columns)
-    if kind in _BLOCKWISE:  # the package's dequantize goes by 16 rows; whole chunks are three times as fast
+        _q8_0(part.reshape(-1, 34), out.reshape(-1, 32))
+    elif kind == GGMLQuantizationType.Q5_0:
+        _q5_0(part.reshape(-1, 22), out.reshape(-1, 32))
+    elif kind in _BLOCKWISE:  # the package's dequantize goes by 16 rows; whole chunks are three times as fast
         blocks = part.reshape(-1, GGML_QUANT_SIZES[kind][1])
-        return torch.from_numpy(_BLOCKWISE[kind].dequantize_blocks(blocks).reshape(rows, columns))
-    return torch.from_numpy(package_dequantize(part.reshape(rows, -1), kind).reshape(rows, columns))
+        out[:] = _BLOCKWISE[kind].dequantize_blocks(blocks).reshape(out.shape)
+    else:
+        out[:] = package_dequantize(part.reshape(len(out), -1), kind).reshape(out.shape)
 
 
-def _q8_0(part: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per 32 numbers a float16 scale and 32 int8: int8 [n, 32], float32 [n, 1]."""
-    blocks = _bytes(part).view(-1, 34)
-    return blocks[:, 2:].view(torch.int8), blocks[:, :2].contiguous().view(torch.float16).float()
+def _scales(blocks: np.ndarray) -> np.ndarray:
+    """The float16 scale that starts each block: float32 [n, 1]."""
+    return blocks[:, :2].copy().view(np.float16).astype(np.float32)
+
+
+def _q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Per 32 numbers: scale, 32 int8."""
+    np.multiply(blocks[:, 2:].view(np.int8), _scales(blocks), out=out)
+
+
+def _q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Per 32 numbers: scale, 32 fifth bits, 16 bytes with the low four bits of numbers j and j + 16; minus 16."""
+    low = blocks[:, 6:]
+    numbers = np.unpackbits(blocks[:, 2:6], axis=-1, bitorder="little")
+    numbers <<= 4
+    numbers[:, :16] |= low & 15
+    numbers[:, 16:] |= low >> 4
+    signed = numbers.view(np.int8)
+    signed -= 16
+    np.multiply(signed, _scales(blocks), out=out)
 
 
 _PLAIN = {
@@ -80,11 +96,6 @@ _PLAIN = {
 #: Types whose unpacking needs nothing but the blocks (others have tables to set up first).
 _BLOCKWISE: dict[GGMLQuantizationType, Any] = {
     GGMLQuantizationType[name]: getattr(quants, name)
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+    for name in ("Q4_0", "Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
     if hasattr(quants, name)
 }
-
-
-def _bytes(part: np.ndarray) -> torch.Tensor:
-    """A copy of at most a chunk: the map is read-only, and torch has no read-only tensors."""
-    return torch.from_numpy(part.copy())
