@@ -53,8 +53,8 @@ examples:
   octavo bench allocation --count-only      (no model runs: concurrency, use and bytes in seconds)
 """
 STATIC_SEQUENCES = 6  # the default KV bytes hold so many static reservations
-DECIDED = ("allocation", "hybrid_kv", "block_size", "num_blocks", "cpu_kv_bytes", "enable_prefix_caching", "max_num_seqs",
-           "preemption", "swap_bytes")  # fmt: skip
+DECIDED = ("allocation", "hybrid_kv", "block_size", "num_blocks", "cpu_kv_bytes", "enable_prefix_caching", 
+           "max_num_seqs", "preemption", "swap_bytes")  # fmt: skip
 COLUMNS = (
     Column("policy", "policy"),
     Column("peak_sequences", "most at once"),
@@ -173,9 +173,7 @@ class _Model:
     def bytes_per_token(self) -> int:
         return self.spec.num_layers * self.spec.kv_values_per_token_layer() * self.itemsize
 
-    def scheduler(
-        self, policy: Policy, settings: dict[str, Any], kv_bytes: int
-    ) -> tuple[SchedulerSettings, KVLayout]:
+    def scheduler(self, policy: Policy, settings: dict[str, Any], kv_bytes: int) -> tuple[SchedulerSettings, KVLayout]:
         """The scheduler that an engine with this policy has: as many blocks as the KV bytes hold."""
         from octavo.builder import layout_for
 
@@ -216,9 +214,7 @@ def _measure(
     }
 
 
-def _count(
-    policy: Policy, settings: dict[str, Any], model: _Model, kv_bytes: int, items: list[Item]
-) -> dict[str, Any]:
+def _count(policy: Policy, settings: dict[str, Any], model: _Model, kv_bytes: int, items: list[Item]) -> dict[str, Any]:
     """The same figures, but for times, from the scheduler alone."""
     return _counts(policy, simulate(*model.scheduler(policy, settings, kv_bytes), items))
 

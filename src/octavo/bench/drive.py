@@ -1,7 +1,7 @@
 """Runs a load on an engine and keeps time and occupancy, without changing what the engine does.
 
-`Watched` stands between engine and runner: it lets every plan through, keeps the time of the runner's share of each step,
-and takes a sample of the pool at the one moment when a step's memory is complete: after the pass, before finished
+`Watched` stands between engine and runner: it lets every plan through, keeps the time of the runner's share of each
+step, and takes a sample of the pool at the one moment when a step's memory is complete: after the pass, before finished
 sequences give their blocks back. Time spent on taking samples is taken off the run's time.
 """
 

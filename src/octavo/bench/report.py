@@ -1,7 +1,7 @@
 """What every benchmark says and how: a header that names the conditions, tables, goals, and the same as JSON.
 
     octavo bench NAME                 header, tables and notes for people
-    octavo bench NAME --json FILE     the same run as one JSON object in FILE as well ("-": JSON on stdout, nothing else)
+    octavo bench NAME --json FILE     the same run as one JSON object in FILE too ("-": JSON on stdout, nothing else)
 
 It measures nothing. The invariant: no figure is printed without the versions, processor, threads and dtype it was
 measured with, and every table is in the JSON under the same names.
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +104,7 @@ def machine_facts(argv: Sequence[str] | None = None) -> dict[str, Any]:
             versions[package] = "not installed"
     return {
         "command": " ".join(["octavo", *(sys.argv[1:] if argv is None else argv)]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions,
         "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -215,8 +215,14 @@ def bar(total: int, label: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), transient=True) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total, text="")
         yield lambda text: progress.update(task, advance=1, text=text)
 
@@ -252,7 +258,7 @@ def parse_counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers separated by commas, such as 1,4,16") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers with commas, such as 1,4,16") from None
     if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: every number must be at least 1")
     return counts

@@ -28,9 +28,7 @@ def answer(plan: StepPlan) -> StepResult:
 def request(number: int, item: Item, params: SamplingParams | None = None) -> Request:
     """A request as the engine's door would make it, all arriving at time 0."""
     params = params or SamplingParams(temperature=0.0, max_tokens=item.output, ignore_eos=True)
-    return Request(
-        f"r{number}", list(item.token_ids), params, arrival=0.0, number=number, seed=0, max_len=item.total
-    )
+    return Request(f"r{number}", list(item.token_ids), params, arrival=0.0, number=number, seed=0, max_len=item.total)
 
 
 def simulate(settings: SchedulerSettings, layout: KVLayout, items: Sequence[Item]) -> list[Occupancy]:

@@ -53,10 +53,10 @@ COLUMNS = (
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("throughput", help="a load at once: tokens per second", description=DESCRIPTION)
-    parser.add_argument("--workload", metavar="FILE", help="JSON list of [prompt, output] lengths (default: mixed load)")
+    parser.add_argument("--workload", metavar="FILE", help="JSON list of [prompt, output] lengths (mixed load)")
     parser.add_argument("--requests", type=positive, metavar="N", help="the first N of the load (default: all, or 64)")
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="runs; the median is shown (1)")
-    parser.add_argument("--baseline", choices=("transformers",), help="run the same load there too, one after the other")
+    parser.add_argument("--baseline", choices=("transformers",), help="the same load there, one after the other")
     parser.add_argument(
         "--baseline-requests", type=positive, metavar="K", help="only K requests there, scaled by tokens (default: all)"
     )

@@ -55,7 +55,7 @@ def spread_lengths(
 ) -> list[tuple[int, int]]:
     """Total lengths evenly spread over shortest..longest, in random order; `output_share` of each is output."""
     if not 2 <= shortest <= longest:
-        raise ConfigError(f"lengths from {shortest} to {longest}: the shortest must be at least 2 and not the longer one")
+        raise ConfigError(f"lengths from {shortest} to {longest}: the shortest must be at least 2 and no longer")
     step = (longest - shortest) / max(1, count - 1)
     totals = [round(shortest + i * step) for i in range(count)]
     random.Random(seed).shuffle(totals)

@@ -1,0 +1,155 @@
+"""`StepProfile`: where the time of a step goes, section by section, each moment counted once.
+
+The runner names the sections of a step (prepare, model, head, sample); this class also stands in front of the dense
+operations and the attention backend, so that the model's share splits into products, attention, KV writes and small
+operations. Time in an inner section is taken off the outer one. On a GPU every section waits for the device, which costs overlap:
+shares are right, the total is longer than an unwatched step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from octavo.config import make_config
+from octavo.progress import LoadProgress
+
+if TYPE_CHECKING:
+    from octavo.engine import Engine
+    from octavo.kernels.interface import AttentionBackend
+    from octavo.kernels.ops import Ops
+
+Result = TypeVar("Result")
+
+PRODUCTS, ATTENTION, KV_WRITE, SMALL, HEAD = "products", "attention", "KV write", "small operations", "head"
+_BACKEND_SECTIONS = {"attend": ATTENTION, "write": KV_WRITE}
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An open section and the seconds spent in sections inside it."""
+
+    name: str
+    inner: float = 0.0
+
+
+class StepProfile:
+    """Sums of seconds per section since `reset`. Implements the builder's `Instrument`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.entries = 0  # sections entered, to estimate what watching costs
+        self.wait: Callable[[], None] = lambda: None  # until the device has done what it was given
+        self._open: list[_Frame] = []
+
+    def reset(self) -> None:
+        self.seconds.clear()
+        self.entries = 0
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Count the body to `name`, but for the sections inside it."""
+        frame = _Frame(name)
+        self._open.append(frame)
+        self.entries += 1
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait()
+            spent = time.perf_counter() - begin
+            self._open.pop()
+            self.seconds[name] += spent - frame.inner
+            if self._open:
+                self._open[-1].inner += spent
+
+    def timed(self, name: str, act: Callable[..., Result]) -> Callable[..., Result]:
+        """`act`, counted to `name`. Inside the head everything is the head's."""
+
+        def run(*args: Any, **kwargs: Any) -> Result:
+            if self._open and self._open[-1].name == HEAD:
+                return act(*args, **kwargs)
+            with self.section(name):
+                return act(*args, **kwargs)
+
+        return run
+
+    def ops(self, inner: Ops) -> Ops:
+        return cast("Ops", _TimedOps(self, inner))
+
+    def backend(self, inner: AttentionBackend) -> AttentionBackend:
+        return cast("AttentionBackend", _TimedCalls(self, inner, _BACKEND_SECTIONS, None))
+
+    def cost_of_watching(self) -> float:
+        """Seconds that the sections entered since `reset` added, by timing empty ones."""
+        entries, count = self.entries, 2000
+        probe = StepProfile()
+        begin = time.perf_counter()
+        for _ in range(count):
+            with probe.section(""):
+                pass
+        return entries * (time.perf_counter() - begin) / count
+
+
+class _TimedCalls:
+    """Stands in front of an object: calls of methods named in `sections` are timed, the others by `default` or not."""
+
+    def __init__(self, profile: StepProfile, inner: Any, sections: dict[str, str], default: str | None) -> None:
+        self._profile = profile
+        self._inner = inner
+        self._sections = sections
+        self._default = default
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        section = self._sections.get(name, self._default)
+        if section is None or not callable(value):
+            return value
+        timed = self._profile.timed(section, value)
+        self.__dict__[name] = timed  # the next look-up does not come here
+        return timed
+
+
+class _TimedOps(_TimedCalls):
+    """Products get their own section, all other operations are small."""
+
+    def __init__(self, profile: StepProfile, inner: Any) -> None:
+        super().__init__(profile, inner, {}, SMALL)
+
+    def linear(self, *args: Any, **kwargs: Any) -> _TimedLinear:
+        return _TimedLinear(self._profile, self._inner.linear(*args, **kwargs))
+
+
+class _TimedLinear:
+    """One product. Everything else about the packed weight is asked of the inner one."""
+
+    def __init__(self, profile: StepProfile, inner: Any) -> None:
+        self._inner = inner
+        self._timed = profile.timed(PRODUCTS, inner)
+
+    def __call__(self, x: Any) -> Any:
+        return self._timed(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def build_profiled(settings: dict[str, Any], **more: Any) -> tuple[Engine, StepProfile]:
+    """An engine that is watched from inside."""
+    import torch
+
+    from octavo.builder import build_engine
+
+    profile, progress = StepProfile(), LoadProgress()
+    try:
+        engine = build_engine(make_config(**{**settings, **more}), progress, profile)
+    finally:
+        progress.close()
+    if engine.config.device.startswith("cuda"):
+        profile.wait = torch.cuda.synchronize
+    profile.reset()
+    return engine, profile
