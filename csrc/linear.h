@@ -78,13 +78,24 @@ OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_s
 }
 
 template <class Out>
-OCTAVO_INLINE void put(Out* y, int64_t columns, f8 low, f8 high) {
+OCTAVO_INLINE void put_typed(Out* y, int64_t columns, f8 low, f8 high) {
   if (columns >= kPanel) {
     store(y, low);
     store(y + 8, high);
     return;
   }
   for (int j = 0; j < columns; ++j) narrow(j < 8 ? low[j] : high[j - 8], y + j);
+}
+
+// Sixteen outputs of a row from `column` on, as far as there are that many. The type is looked up here, once per
+// sixteen sums, so that the products need no variant for each.
+OCTAVO_INLINE void put(const LinearArgs& a, int64_t row, int64_t column, f8 low, f8 high) {
+  const int64_t at = row * a.ldy + column, columns = a.n - column;
+  switch (a.y_type) {
+    case DType::f32: return put_typed((float*)a.y + at, columns, low, high);
+    case DType::bf16: return put_typed((bf16*)a.y + at, columns, low, high);
+    case DType::f16: return put_typed((f16*)a.y + at, columns, low, high);
+  }
 }
 
 OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
@@ -95,7 +106,7 @@ OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
 }
 
 // A few rows: each panel is read once, straight from memory into registers.
-template <int MR, int NP, class W, class Out>
+template <int MR, int NP, class W>
 OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t panel) {
   f8 total[MR][2 * NP];
   for (int r = 0; r < MR; ++r)
@@ -121,28 +132,28 @@ OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, in
     for (int r = 0; r < MR; ++r) {
       const f8 l = a.bias ? total[r][2 * p] + low : total[r][2 * p];
       const f8 h = a.bias ? total[r][2 * p + 1] + high : total[r][2 * p + 1];
-      put((Out*)a.y + r * a.ldy + column, a.n - column, l, h);
+      put(a, r, column, l, h);
     }
   }
 }
 
-template <int MR, int NP, class W, class Out>
+template <int MR, int NP, class W>
 void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
   int64_t p = begin;
-  for (; p + NP <= end; p += NP) few_rows<MR, NP, W, Out>(a, x, ldx, p);
-  for (; p < end; ++p) few_rows<MR, 1, W, Out>(a, x, ldx, p);
+  for (; p + NP <= end; p += NP) few_rows<MR, NP, W>(a, x, ldx, p);
+  for (; p < end; ++p) few_rows<MR, 1, W>(a, x, ldx, p);
 }
 
 // Registers: rows x panels x 2 accumulators, at least 8 (two FMA units, four cycles each), at most 12.
-template <class W, class Out>
+template <class W>
 void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
   switch (a.m) {
-    case 1: return few_rows_range<1, 4, W, Out>(a, x, ldx, begin, end);
-    case 2: return few_rows_range<2, 2, W, Out>(a, x, ldx, begin, end);
-    case 3: return few_rows_range<3, 2, W, Out>(a, x, ldx, begin, end);
-    case 4: return few_rows_range<4, 1, W, Out>(a, x, ldx, begin, end);
-    case 5: return few_rows_range<5, 1, W, Out>(a, x, ldx, begin, end);
-    default: return few_rows_range<6, 1, W, Out>(a, x, ldx, begin, end);
+    case 1: return few_rows_range<1, 4, W>(a, x, ldx, begin, end);
+    case 2: return few_rows_range<2, 2, W>(a, x, ldx, begin, end);
+    case 3: return few_rows_range<3, 2, W>(a, x, ldx, begin, end);
+    case 4: return few_rows_range<4, 1, W>(a, x, ldx, begin, end);
+    case 5: return few_rows_range<5, 1, W>(a, x, ldx, begin, end);
+    default: return few_rows_range<6, 1, W>(a, x, ldx, begin, end);
   }
 }
 
@@ -189,7 +200,7 @@ OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
   return to;
 }
 
-template <class W, class Out>
+template <class W>
 void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   alignas(64) float c[kPanelGroup * kRowBlock * kPanel];  // 48 KiB
   alignas(64) float wide[kDepth * kPanel];                // 16 KiB
@@ -208,12 +219,12 @@ void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_
     for (int64_t r = 0; r < rows; ++r) {
       const float* from = c + ((p - begin) * kRowBlock + r) * kPanel;
       const f8 l = a.bias ? load(from) + low : load(from), h = a.bias ? load(from + 8) + high : load(from + 8);
-      put((Out*)a.y + (row + r) * a.ldy + column, a.n - column, l, h);
+      put(a, row + r, column, l, h);
     }
   }
 }
 
-template <class W, class Out>
+template <class W>
 void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
   if (a.m <= kRowTile) {
@@ -223,7 +234,7 @@ void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
     const int64_t chunks = (panels + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
     for (int64_t i = 0; i < chunks; ++i)
-      few_rows_dispatch<W, Out>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
+      few_rows_dispatch<W>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
     return;
   }
   const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kPanelGroup - 1) / kPanelGroup;
@@ -234,16 +245,7 @@ void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
   for (int64_t i = 0; i < blocks * groups; ++i) {
     const int64_t begin = i / blocks * kPanelGroup, row = i % blocks * height;  // blocks of a group share its weights
     const int64_t rows = least(height, a.m - row);
-    if (rows > 0) block<W, Out>(a, x, ldx, row, rows, begin, least(panels, begin + kPanelGroup));
-  }
-}
-
-template <class W>
-void linear_out(const LinearArgs& a, const float* x, int64_t ldx) {
-  switch (a.y_type) {
-    case DType::f32: return linear_typed<W, float>(a, x, ldx);
-    case DType::bf16: return linear_typed<W, bf16>(a, x, ldx);
-    case DType::f16: return linear_typed<W, f16>(a, x, ldx);
+    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + kPanelGroup));
   }
 }
 
@@ -267,9 +269,9 @@ bool linear(const LinearArgs& a) {
     x = copy, ldx = a.k;
   }
   switch (a.weight_type) {
-    case DType::f32: linear_out<float>(a, x, ldx); break;
-    case DType::bf16: linear_out<bf16>(a, x, ldx); break;
-    case DType::f16: linear_out<f16>(a, x, ldx); break;
+    case DType::f32: linear_typed<float>(a, x, ldx); break;
+    case DType::bf16: linear_typed<bf16>(a, x, ldx); break;
+    case DType::f16: linear_typed<f16>(a, x, ldx); break;
   }
   free(copy);
   return true;

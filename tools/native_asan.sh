@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs the native kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set that
-# this processor has. torch's own allocations are intercepted too, so a read past a tensor is caught.
+# this processor has, or on those named as arguments (tools/native_asan.sh portable). torch's own allocations are
+# intercepted too, so a read past a tensor is caught.
 set -eu
 cd "$(dirname "$0")/.."
 build=build/asan
@@ -14,7 +15,11 @@ cp -r src/octavo "$build/site/octavo"
 rm -f "$build"/site/octavo/kernels/cpu/_native*
 cp "$build"/_native*.so "$build/site/octavo/kernels/cpu/"
 preload="$(${CXX:-c++} -print-file-name=libasan.so):$(${CXX:-c++} -print-file-name=libubsan.so)"
-for isa in $(PYTHONPATH=src python3 -c 'from octavo.kernels.cpu.loader import native; print(*native().instruction_sets())'); do
+if [ $# -eq 0 ]; then
+  set -- portable
+  grep -qw avx2 /proc/cpuinfo 2>/dev/null && set -- avx2 portable
+fi
+for isa in "$@"; do
   echo "== $isa"
   # Python and torch keep memory on purpose: no leak check. An editable install's import hook would win over PYTHONPATH.
   LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OCTAVO_ISA="$isa" \
