@@ -2,8 +2,9 @@
 
 The runner names the sections of a step (prepare, model, head, sample); this class also stands in front of the dense
 operations and the attention backend, so that the model's share splits into products, attention, KV writes and small
-operations. Time in an inner section is taken off the outer one. On a GPU every section waits for the device, which costs overlap:
-shares are right, the total is longer than an unwatched step.
+operations. Time in an inner section is taken off the outer one.
+On a GPU every section waits for the device, which costs overlap: shares are right, the total is longer than that of
+an unwatched step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`octavo bench prefix`: what the prefix cache saves, what looking things up costs, and swap against recompute.
 
-Four tables: time to first token with a cached prefix against without; many requests that share a prefix, caching on and off;
-microseconds of hashing and looking up per block; the time to bring a preempted sequence back by either way.
+Four tables: time to first token with a cached prefix against without; many requests that share a prefix, caching on
+and off; microseconds of hashing and looking up per block; the time to bring a preempted sequence back by either way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.bench.report import (
     positive,
     publish,
 )
-from octavo.bench.workloads import Item, random_ids
+from octavo.bench.workloads import random_ids
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_layout import KVLayout
 from octavo.core.prefix_cache import PrefixCache
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return publish(report, args)
 
 
-# -- hits --------------------------------------------------------------------------------------------------------------
+# -- hits ------------------------------------------------------------------------------------------------------------
 
 
 def first_token(engine: Engine, prefix: int, repeat: int, tick: Any) -> dict[str, float]:
@@ -124,8 +124,10 @@ def _first_tables(
     ratio = first["hit"] / first["miss"]
     rows = [{"miss": 1e3 * first["miss"], "hit": 1e3 * first["hit"], "ratio": ratio}]
     columns = (
-        Column("miss", "miss, ms", fixed(1)), Column("hit", "hit, ms", fixed(1)), Column("ratio", "hit / miss", percent),
-    )  # fmt: skip
+        Column("miss", "miss, ms", fixed(1)),
+        Column("hit", "hit, ms", fixed(1)),
+        Column("ratio", "hit / miss", percent),
+    )
     report.tables.append(Table(f"time to first token, prefix of {args.prefix} tokens", columns, rows))
     report.goals.append(Goal("first token, hit over miss", ratio, GOAL_HIT))
     both = on.seconds / off.seconds
@@ -135,7 +137,7 @@ def _first_tables(
     report.goals.append(Goal(f"{args.requests} sharing requests, on over off", both, GOAL_SHARED))
 
 
-# -- hashing and looking up --------------------------------------------------------------------------------------------
+# -- hashing and looking up ------------------------------------------------------------------------------------------
 
 
 def cache_costs(layout: KVLayout, blocks: int = 256, repeat: int = 20) -> dict[str, float]:
@@ -176,7 +178,7 @@ def _cache_table(report: Report, costs: dict[str, float]) -> None:
     report.goals.append(Goal("hash and look-up, µs per block", costs["both"], GOAL_LOOKUP))
 
 
-# -- swap against recompute ----------------------------------------------------------------------------------------------
+# -- swap against recompute ------------------------------------------------------------------------------------------
 
 
 def swap_rows(settings: dict[str, Any], lengths: list[int], tick: Any) -> list[dict[str, float]]:

@@ -190,7 +190,8 @@ def print_report(report: Report) -> None:
     console.print(f"octavo bench {report.name}", style="bold")
     console.print(header(report.facts), markup=False, soft_wrap=True)
     for table in report.tables:
-        drawn = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        console.print(f"\n{table.title}", style="bold", markup=False)
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(table.columns):
             drawn.add_column(column.title, justify="left" if index == 0 else "right")
         for row in table.rows:

@@ -1,8 +1,8 @@
 """`octavo bench scheduler`: what bookkeeping costs, without any model.
 
 A step of the scheduler (`schedule` and `update`) for 1 to 4,096 decoding sequences over pools of ten thousand and a
-million blocks, and the pool's own operations. Plans are answered with a made-up token each, so nothing but scheduling is
-timed: in processor time of this thread, which neighbours on the machine disturb least.
+million blocks, and the pool's own operations. Plans are answered with a made-up token each, so nothing but scheduling
+is timed: in processor time of this thread, which neighbours on the machine disturb least.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sequences with a long context, standing ready to decode, without computing the context.
 
-Computing 64 contexts of 4,096 tokens would take minutes and is not what is measured. So the plans of the prompts are only
-noted, random keys and values stand in for the computed ones (attention takes as long over any numbers), and the
-first plan that is computed opens the rows as they would be. Scheduler, block tables, runner and kernels are the real ones.
+Computing 64 contexts of 4,096 tokens would take minutes and is not what is measured. So the plans of the prompts are
+only noted, random keys and values stand in for the computed ones (attention takes as long over any numbers), and the
+first plan that is computed opens the rows as they would be. Scheduler, tables, runner and kernels are the real ones.
 """
 
 from __future__ import annotations

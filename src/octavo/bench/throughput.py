@@ -19,6 +19,7 @@ from octavo.bench.report import (
     engine_facts,
     fixed,
     machine_facts,
+    mebibytes,
     percent,
     positive,
     publish,
@@ -42,12 +43,13 @@ COLUMNS = (
     Column("seconds", "s", fixed(2)),
     Column("output_rate", "output tok/s", fixed(1)),
     Column("total_rate", "total tok/s", fixed(1)),
-    Column("ms_per_token", "ms/token, all", fixed(2)),
+    Column("ms_per_token", "ms/token", fixed(2)),
     Column("ms_between_tokens", "ms between tokens", fixed(1)),
     Column("peak_use", "peak KV use", percent),
-    Column("peak_sequences", "most at once"),
-    Column("preemptions", "preemptions"),
-    Column("ratio", "of transformers", times),
+    Column("peak_held", "KV held", mebibytes),
+    Column("peak_sequences", "at once"),
+    Column("preemptions", "preempt."),
+    Column("ratio", "ratio", times),
 )
 
 
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             runs.append(drive.run_load(engine, items, tick=tick))
     row = row_of(sorted(runs, key=lambda r: r.seconds)[len(runs) // 2])
     report = Report("throughput", facts)
-    report.notes.append("ms/token, all: wall time over output tokens; ms between tokens: as one request sees it")
+    report.notes.append("ms/token: wall time over output tokens; ms between tokens: as one request sees it")
     rows = [row]
     if args.baseline:
         model, dtype = engine.config.model, engine.config.dtype
@@ -129,6 +131,7 @@ def row_of(run: drive.Run) -> dict[str, Any]:
         "ms_per_token": 1e3 * run.seconds / run.output_tokens,
         "ms_between_tokens": run.ms_between_tokens(),
         "peak_use": run.peak_use,
+        "peak_held": run.peak_held,
         "peak_sequences": run.peak_sequences,
         "preemptions": run.preemptions,
         "steps": run.steps,
@@ -163,6 +166,7 @@ def _baseline(
         "ms_per_token": 1e3 * seconds / output,
         "ms_between_tokens": None,
         "peak_use": None,
+        "peak_held": None,
         "peak_sequences": 1,
         "preemptions": None,
         "ratio": 1.0,
