@@ -57,10 +57,10 @@ class RequestText:
         output.finished = True
         output.num_cached_tokens = request.num_cached_tokens
         output.cache_report = request.cache_report
-        if request.prompt_logprobs:
-            output.prompt_logprobs = [
-                None if e is None else _as_dict(e, self._tokenizer) for e in request.prompt_logprobs
-            ]
+        if request.beam is None and request.sampling.prompt_logprobs is not None:
+            # Nothing is stored for a prompt of one token, nor when the request ended before its first chunk.
+            entries = request.prompt_logprobs or [None] * request.prompt_len
+            output.prompt_logprobs = [None if e is None else _as_dict(e, self._tokenizer) for e in entries]
         for name, at in (
             ("queued", request.admitted_at),
             ("first_token", request.first_token_at),

@@ -1,7 +1,8 @@
-"""Beam search through the whole engine: ids, texts and scores of transformers' generate(num_beams=W), and its memory."""
+"""Beam search through the engine: ids, texts and scores of transformers' generate(num_beams=W), and its memory."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_memory_of_eight_beams(tmp_path: Path) -> None:
     assert view.peak_used <= 1.15 * prompt_blocks + width * own
     assert view.peak_used <= len(prompt) // size + width * own  # exactly: whole prompt blocks are held once
     assert stats.computed_tokens <= len(prompt) + width * new
-    assert stats.forks > 0 and any(later < earlier for earlier, later in zip(used, used[1:]))
+    assert stats.forks > 0 and any(later < earlier for earlier, later in itertools.pairwise(used))
     assert_equal(found, beams(long.oracle, prompt, width, max_tokens=new, end_ids=[END]), [END])
 
 

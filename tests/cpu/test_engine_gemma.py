@@ -53,7 +53,7 @@ def model() -> Iterator[Model]:
 
 def engine(**settings: Any) -> LLM:
     """The engine under test reads the package by its short name, as a user does."""
-    return LLM("gemma-3-270m", dtype="float32", **{"cpu_kv_bytes": 256 << 20, "max_model_len": 1024, **settings})
+    return LLM("gemma-3-270m", dtype="float32", **{"cpu_kv_bytes": 160 << 20, "max_model_len": 1024, **settings})
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:
@@ -134,7 +134,7 @@ def part(model: Model) -> tuple[list[list[int]], list[list[int]]]:
 )
 def test_settings_change_nothing(settings: dict[str, Any], part: tuple[list[list[int]], list[list[int]]]) -> None:
     prompts, found = part
-    with engine(debug=True, **settings) as llm:
+    with engine(**settings) as llm:
         assert answer(llm, prompts, 32) == found
         if "num_blocks" in settings:
             assert llm.stats().preemptions > 0
