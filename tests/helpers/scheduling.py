@@ -6,6 +6,7 @@ says what a request's sequences must hold when it runs alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -105,6 +106,15 @@ class Rig:
                 return steps
             self.step()
         raise AssertionError(f"not finished after {limit} steps: {self.scheduler.requests}")
+
+    def until(self, happened: Callable[[], object], limit: int = 300) -> None:
+        """Step until something has happened."""
+        for _ in range(limit):
+            if happened():
+                return
+            assert self.scheduler.has_work, "everything has ended before it happened"
+            self.step()
+        raise AssertionError(f"it did not happen in {limit} steps")
 
     def drain(self) -> None:
         while (result := self.device.collect()) is not None:

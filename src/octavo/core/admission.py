@@ -103,14 +103,22 @@ class Admission:
         """Blocks for what is known of the request and one more token of each sequence.
 
         A request that was pushed out `max_preemptions` times waits until nothing older can push it out again: its whole
-        life is counted, and what everything older may still take.
+        life is counted, and what everything older may still take. For the same reason an older request does not start
+        while that could take blocks from such a one: its whole life is counted then, too.
         """
-        allocation = self._memory.allocation
-        if request.num_preemptions >= self._settings.max_preemptions > 0:
-            older = sum(self._may_still_take(r) for r in running if r.key < request.key)
-            whole = allocation.worst_case(request.prompt_len, request.max_len - 1, request.width)
-            return whole + older
-        return self._start_need(request)
+        whole = self._whole_need(request, running)
+        return self._start_need(request) if whole is None else whole
+
+    def _whole_need(self, request: Request, running: list[Request]) -> int | None:
+        """Its whole life and what may come before it; None where nobody is protected from being pushed out again."""
+        newest = max((r.key for r in running if self._is_protected(r)), default=request.key)
+        if not self._is_protected(request) and newest <= request.key:
+            return None
+        others = sum(self._may_still_take(r) for r in running if r.key <= max(newest, request.key))
+        return self._memory.allocation.worst_case(request.prompt_len, request.max_len - 1, seats_of(request)) + others
+
+    def _is_protected(self, request: Request) -> bool:
+        return request.num_preemptions >= self._settings.max_preemptions > 0
 
     def _start_need(self, request: Request) -> int:
         known = max(len(s.token_ids) for s in request.live())
@@ -131,8 +139,7 @@ class Admission:
     def _judge_swapped(self, request: Request, running: list[Request]) -> Verdict:
         groups = self._memory.layout.num_groups
         need = self._memory.swapped_size(request) + groups * request.num_live()
-        if request.num_preemptions >= self._settings.max_preemptions > 0:
-            need = max(need, self._prompt_need(request, running))
+        need = max(need, self._whole_need(request, running) or 0)
         # Alone in the pool it always fits: the margin for the next token must not keep it out for ever.
         need = min(need, self._settings.num_blocks) if not running else need
         fits = self._memory.allocation.can_admit(need + self._outstanding())

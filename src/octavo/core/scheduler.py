@@ -72,6 +72,7 @@ class _Round:
     budget: int
     decided: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
+    swept: bool = False  # windows were swept
 
 
 @dataclass(slots=True)
@@ -283,6 +284,9 @@ class Scheduler:
         """Preempt newer requests until the blocks are there; False if they are not (yet)."""
         pool = self.memory.pool
         while (need := self._blocks_needed(seq, count)) > pool.num_available:
+            if self._has_windows and not round_.swept:
+                self._sweep_windows(round_)
+                continue
             if need <= pool.num_available + pool.num_pending:
                 return False  # they come back when the step in flight is done
             victim = choose_victim(self.running, seq.request)
@@ -290,6 +294,16 @@ class Scheduler:
                 return False
             self._preempt(victim, round_)
         return True
+
+    def _sweep_windows(self, round_: _Round) -> None:
+        """Give back what lies behind the windows of everything that runs, also of beams that wait for each other.
+
+        A long chunk leaves blocks behind that its sequence only gives back when it needs new ones itself.
+        """
+        round_.swept = True
+        for request in self.running:
+            for seq in request.live():
+                self.memory.allocation.release_behind_window(seq, seq.num_computed)
 
     def _affordable(self, seq: Sequence, count: int) -> int:
         """The most positions, fewer than `count`, for which there are blocks."""
