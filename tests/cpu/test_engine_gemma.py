@@ -180,3 +180,24 @@ def test_long_prompt_and_its_memory(model: Model) -> None:
     # While it decodes: three full layers of eighteen and the windows of the others.
     assert held[-1] <= 0.40 * all_layers
     assert held[-1] > 3 / 18 * all_layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["日本の首都は", "🙂🙃 emoji and\ttabs   and spaces", "Once upon a time"])
+def test_substrings_as_stop(prompt: str) -> None:
+    """Kind 30 with a real vocabulary: every third substring of 1 to 6 characters, streamed and not."""
+    with engine() as llm:
+        whole = llm.generate([prompt], params(24), use_tqdm=False)[0].outputs[0]
+        text = whole.text
+        stops = sorted({text[i : i + n] for n in range(1, 7) for i in range(len(text) - n + 1)})[::3]
+        each = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop) for stop in stops]
+        outputs = llm.generate([prompt] * len(stops), each, use_tqdm=False)
+        for stop, given, output in zip(stops, each, outputs, strict=True):
+            got = output.outputs[0]
+            assert got.text == text[: text.index(stop)] and got.stop_reason == stop
+            assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+            if len(stop) == 3:
+                deltas = list(llm.stream(prompt, given))
+                assert "".join(d.text for d in deltas) == got.text
+                assert [i for d in deltas for i in d.token_ids] == got.token_ids
+        assert len(stops) > 20 and llm.pool_view().num_used == 0
