@@ -11,6 +11,7 @@ namespace {
 
 using octavo::Activation;
 using octavo::ArgmaxArgs;
+using octavo::DType;
 using octavo::GateArgs;
 using octavo::NormArgs;
 using octavo::RotaryArgs;
