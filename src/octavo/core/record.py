@@ -140,7 +140,7 @@ def replay(path: str | Path) -> ReplayReport:
     """Run a recording again on a fresh scheduler. Raises ConfigError for a file that is no recording."""
     events = _read(path)
     header = next(events, None)
-    if header is None or header.get("event") != "header" or header.get("version") != VERSION:
+    if not isinstance(header, dict) or header.get("event") != "header" or header.get("version") != VERSION:
         raise ConfigError(f"{path}: not a recording of version {VERSION}")
     layout = header["layout"]
     groups = tuple(KVGroup(tuple(g["layers"]), g["window"]) for g in layout.pop("groups"))
@@ -210,7 +210,7 @@ def _known(params: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: str | Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = Path(path).open(encoding="utf-8")  # noqa: SIM115 - closed below
+        lines = Path(path).open(encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     with lines:
@@ -220,6 +220,8 @@ def _read(path: str | Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError:
                 if number == 1:
                     raise ConfigError(f"{path}: not a recording (line 1 is no JSON)") from None
+                if next(lines, None) is not None:
+                    raise ConfigError(f"{path}: line {number} is no JSON, and it is not the last") from None
                 return  # the last line of a killed run may be cut
 
 
