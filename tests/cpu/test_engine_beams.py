@@ -63,7 +63,7 @@ def test_equal_to_transformers(
     """Three end ids that are met: searches end by rule and by length, at different steps."""
     for prompt in PROMPTS[1:3]:
         stops = likely_ends(model.oracle, prompt, 2)
-        params = {"max_tokens": 12, "length_penalty": length_penalty, "early_stopping": early_stopping}
+        params: dict[str, Any] = {"max_tokens": 12, "length_penalty": length_penalty, "early_stopping": early_stopping}
         (found,) = search(llm, [prompt], beam_width=width, stop_token_ids=stops, **params)
         expected = beams(model.oracle, prompt, width, end_ids=[END, *stops], **params)
         assert len(found.sequences) == len(expected) == width

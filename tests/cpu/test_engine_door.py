@@ -189,7 +189,7 @@ def test_the_last_id_of_the_vocabulary_works(llm: LLM, good: list[int]) -> None:
 
 
 def test_bans_that_leave_nothing(llm: LLM, good: list[int]) -> None:
-    """Allowed ids minus end ids before min_tokens is nothing: the answer keeps to the allowed ids, others do not mind."""
+    """Allowed minus end ids before min_tokens is nothing: the answer keeps to the allowed id, others do not mind."""
     given = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=4, max_tokens=6)
     both = llm.generate([GOOD, GOOD], [given, GREEDY], use_tqdm=False)
     assert set(both[0].outputs[0].token_ids) == {5} and both[1].outputs[0].token_ids == good

@@ -114,7 +114,7 @@ def test_engine_seed_repeats_a_program(model: Model) -> None:
     [{}, {"temperature": 0.6}, {"temperature": 2.0, "top_k": 12}, {"top_p": 0.7}, {"min_p": 0.1}],
     ids=lambda g: "-".join(f"{k}{v}" for k, v in g.items()) or "plain",
 )
-def test_distribution(given: dict[str, float], model: Model, llm: LLM) -> None:
+def test_distribution(given: dict[str, Any], model: Model, llm: LLM) -> None:
     """Chi-square of 4,096 first tokens and of what follows one of them, against the oracle's softmax."""
     prompt = random_ids(13, 9)
     params = [SamplingParams(n=64, seed=seed, max_tokens=2, ignore_eos=True, **given) for seed in range(64)]
