@@ -260,10 +260,13 @@ class Scheduler:
         if seq.num_computed + count > seq.writable_until or not seq.request.forked:
             if self._has_windows:
                 self.memory.allocation.release_behind_window(seq, seq.num_computed)
-            if not self._make_room(seq, count, round_):
-                count = self._affordable(seq, count)
-                if not count:
-                    return
+            # A smaller chunk before a victim: in a window it frees as it goes, and nobody is pushed out for speed.
+            affordable = self._affordable(seq, count)
+            if not affordable and self._make_room(seq, 1, round_):
+                affordable = self._affordable(seq, min(missing, round_.budget))
+            count = affordable
+            if not count:
+                return
             before = self.memory.pool.num_available
             self.memory.extend(seq, seq.num_computed, seq.num_computed + count)
             taken = before - self.memory.pool.num_available
@@ -306,7 +309,9 @@ class Scheduler:
                 self.memory.allocation.release_behind_window(seq, seq.num_computed)
 
     def _affordable(self, seq: Sequence, count: int) -> int:
-        """The most positions, fewer than `count`, for which there are blocks."""
+        """The most positions, at most `count`, for which there are blocks."""
+        if self._blocks_needed(seq, count) <= self.memory.pool.num_available:
+            return count
         low, high = 0, count - 1
         while low < high:
             middle = (low + high + 1) // 2
