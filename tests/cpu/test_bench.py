@@ -114,7 +114,9 @@ def _count_only(model: Path, given: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of the same comparison without a model."""
     parser = ArgumentParser()
     allocation.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["allocation", *given, "--model", str(model), "--load-format", "dummy", "--dtype", "float32"])
+    args = parser.parse_args(
+        ["allocation", *given, "--model", str(model), "--load-format", "dummy", "--dtype", "float32"]
+    )
     settings = drive.settings_of(args, max_model_len=2048, max_num_seqs=256, enable_prefix_caching=False)
     known = allocation._Model.of(settings)
     lengths = workloads.spread_lengths(args.requests, args.shortest, args.longest, output_share=args.output_share)
