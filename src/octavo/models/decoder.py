@@ -10,7 +10,7 @@ which other rows are in the batch (up to the rounding of the matrix products of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,11 +64,11 @@ class Decoder:
         self.weight_bytes = 0
         self._ops = ops
         with torch.inference_mode():
-            self._embedding = self._take(weights, "embedding.weight")
+            embedding = self._take(weights, "embedding.weight")
             self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
             self._final_norm = self._take(weights, "final_norm.weight")
-            head = self._embedding if spec.tied_head else self._take(weights, "head.weight")
-            self._head = ops.linear(head)
+            self._head = ops.linear(embedding if spec.tied_head else self._take(weights, "head.weight"))
+            self._embed = self._lookup(embedding)
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
@@ -87,6 +87,13 @@ class Decoder:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return self._ops.linear(joined("weight"), joined("bias") if bias else None)
+
+    def _lookup(self, embedding: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """token ids int64 [T] -> rows [T, D]. A tied head that can give its own rows back is the only copy kept."""
+        rows = getattr(self._head, "rows", None) if self.spec.tied_head else None
+        if rows is not None:
+            return lambda token_ids: rows(token_ids, self.activation_dtype)
+        return lambda token_ids: F.embedding(token_ids, embedding).to(self.activation_dtype)
 
     def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:
         spec, prefix = self.spec, f"layers.{index}."
@@ -117,7 +124,7 @@ class Decoder:
         the fused product.
         """
         spec, ops, eps = self.spec, self._ops, self.spec.rms_norm_eps
-        residual = F.embedding(token_ids, self._embedding).to(self.activation_dtype)
+        residual = self._embed(token_ids)
         if spec.embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         cos_sin = self._rotary(positions)
