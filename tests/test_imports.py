@@ -104,7 +104,11 @@ def is_module(name: str) -> bool:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_run_one_way(path: Path) -> None:
-    own = PART_OF.get(path.stem, "package") if path.parent == SOURCE and path.stem == "__init__" else part_of(module_name(path))
+    own = (
+        PART_OF.get(path.stem, "package")
+        if path.parent == SOURCE and path.stem == "__init__"
+        else part_of(module_name(path))
+    )
     if own == "package":
         return  # octavo/__init__ names everything, lazily
     assert own in MAY_IMPORT, f"{path.name}: give the part {own!r} a place in MAY_IMPORT"
@@ -187,6 +191,8 @@ def test_every_error_and_every_public_value_class_is_exported() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     silent = [
-        str(p.relative_to(SOURCE)) for p in MODULES if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
+        str(p.relative_to(SOURCE))
+        for p in MODULES
+        if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
     assert silent == []

@@ -85,6 +85,7 @@ class Engine:
         self._clock = clock
         self._door = Door(vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed)
         self._texts: dict[str, RequestText] = {}
+        self._aborted: list[RequestOutput] = []  # last outputs of requests that ended between two steps
         self._beams: dict[str, BeamSearchOutput] = {}
         self._generated = 0
         self._leaks = 0
@@ -133,10 +134,14 @@ class Engine:
         ended = self.scheduler.abort(request_id, index)
         if ended and self._recorder is not None:
             self._recorder.abort(request_id, index)
+        for request in self.scheduler.take_ended():
+            self._aborted += self._end(request)
+            self._beams.pop(request.request_id, None)  # nobody waits for it; what ran is in the last output
         return ended
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Is there anything a step would bring: requests that run or wait, or the last output of an aborted one?"""
+        return self.scheduler.has_unfinished or bool(self._aborted)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -173,6 +178,7 @@ class Engine:
 
     def _collect(self, news: list[SequenceNews]) -> list[RequestOutput]:
         changed: dict[str, RequestText] = {}
+        outputs, self._aborted = self._aborted, []
         for item in news:
             seq = item.sequence
             text = self._texts.get(seq.request.request_id)
@@ -190,17 +196,19 @@ class Engine:
                     seq.finish_reason, seq.stop_reason = "stop", stop
                 text.close(seq)
         for request in self.scheduler.take_ended():
-            self._end(request, changed)
-        return [text.output for text in changed.values()]
+            changed.pop(request.request_id, None)
+            outputs += self._end(request)
+        return outputs + [text.output for text in changed.values()]
 
-    def _end(self, request: Request, changed: dict[str, RequestText]) -> None:
+    def _end(self, request: Request) -> list[RequestOutput]:
+        """The last output of a request that has ended, if the engine knows it."""
         text = self._texts.pop(request.request_id, None)
         if text is None:
-            return
+            return []
         text.end()
         if request.beam is not None:
             self._beams[request.request_id] = text.beams()
-        changed[request.request_id] = text
+        return [text.output]
 
     def _look_after(self) -> None:
         """Audit under debug; when idle, a leaked block is reported and taken back instead of stopping the engine."""
@@ -208,8 +216,8 @@ class Engine:
         if self.config.debug:
             scheduler.audit()
         pool = scheduler.memory.pool
-        if not scheduler.has_unfinished and not scheduler.in_flight and (pool.num_used or pool.num_pending):
-            leaked = pool.repair({})
+        idle = not scheduler.has_unfinished and not scheduler.in_flight
+        if idle and (pool.num_used or pool.num_pending) and (leaked := pool.repair({})):
             self._leaks += len(leaked)
             logger.error("%d blocks leaked and were taken back, the first is block %d", len(leaked), leaked[0])
 
@@ -281,6 +289,7 @@ class Engine:
             self._recorder.close()
             self._recorder = None
         self._texts.clear()
+        self._aborted.clear()
         self.runner = _ClosedRunner()
         self._failure = self._failure or InternalError("the engine is closed")
 

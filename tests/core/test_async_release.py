@@ -103,9 +103,7 @@ def test_a_cached_block_that_waits_can_be_found() -> None:
 @pytest.mark.parametrize("limit", [5, 2048])
 def test_preemption_with_steps_in_flight(delay: int, way: str, limit: int) -> None:
     host = 40 if way == "swap" else 0
-    rig = Rig(
-        14, delay=delay, script=never_ends, preemption=way, num_host_blocks=host, max_num_batched_tokens=limit
-    )
+    rig = Rig(14, delay=delay, script=never_ends, preemption=way, num_host_blocks=host, max_num_batched_tokens=limit)
     requests = [rig.add(prompt(10, salt), max_tokens=26, n=1 + (salt == 1)) for salt in range(4) if salt != 1]
     group = rig.add(prompt(10, 1), n=3, max_tokens=8)
     rig.run()

@@ -20,7 +20,9 @@ def crowded(num_blocks: int = 12, **settings: object) -> tuple[Rig, list[Request
 @pytest.mark.parametrize("way", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("caching", [False, True])
 def test_answers_survive_preemption(way: str, caching: bool) -> None:
-    rig, requests = crowded(preemption=way, num_host_blocks=0 if way == "recompute" else 40, enable_prefix_caching=caching)
+    rig, requests = crowded(
+        preemption=way, num_host_blocks=0 if way == "recompute" else 40, enable_prefix_caching=caching
+    )
     rig.run()
     counters = rig.scheduler.counters
     assert counters.preemptions > 2

@@ -211,7 +211,9 @@ class BlockPool:
         order = list(self._walk())
         last = order[-1] if order else self._end
         if self._next[last] != self._end or self._prev[self._end] != last:
-            raise AuditError(f"the free list is broken behind block {last}: block {self._next[last]} is not linked back")
+            raise AuditError(
+                f"the free list is broken behind block {last}: block {self._next[last]} is not linked back"
+            )
         return order
 
     def _walk(self) -> Iterator[int]:

@@ -220,7 +220,9 @@ class DelayedRunner:
         """Execute the plan; returns the result that is due now, if any."""
         result = self.runner.execute(plan)
         for late, reads in self._results:
-            self.runner.check_reads(reads, f": step {late.step_id} was still in flight when step {plan.step_id} wrote it")
+            self.runner.check_reads(
+                reads, f": step {late.step_id} was still in flight when step {plan.step_id} wrote it"
+            )
         self._results.append((result, self.runner.last_reads))
         return self.collect() if len(self._results) > self.delay else None
 
