@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,8 +49,26 @@ def load_transformers(model: str, dtype: str, load_format: str) -> Any:
     if load_format == "dummy":
         config = AutoConfig.from_pretrained(files.path)
         return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
-    where, more = (files.path.parent, {"gguf_file": files.path.name}) if files.kind == "gguf" else (files.path, {})
-    return AutoModelForCausalLM.from_pretrained(where, dtype=wanted, **more).eval()
+    if files.kind == "gguf":
+        return _from_gguf(files.path, wanted)
+    return AutoModelForCausalLM.from_pretrained(files.path, dtype=wanted).eval()
+
+
+def _from_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """The library's own reading of a GGUF file, put together here: its one-call way needs a further package."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shapes)["tensors"]
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    # Buffers (rotary frequencies, embedding scale) are computed at construction, so not on the meta device.
+    built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    built.load_state_dict(tensors, strict=True, assign=True)
+    return built.eval()
 
 
 @torch.inference_mode()
