@@ -34,6 +34,8 @@ class Admission:
         self._computing: dict[bytes, str] = {}  # block key -> request that is computing it
         self._promised: dict[Request, int] = {}  # blocks its prompt was counted with, until it is computed
         self._match: tuple[str, Match] | None = None  # of the last positive verdict
+        self._owed: int | None = None  # what `_outstanding` found in this round of admissions
+        self._any_protected = False  # has any request reached max_preemptions?
 
     # -- at the door ---------------------------------------------------------------------------------------------
 
@@ -111,6 +113,8 @@ class Admission:
 
     def _whole_need(self, request: Request, running: list[Request]) -> int | None:
         """Its whole life and what may come before it; None where nobody is protected from being pushed out again."""
+        if not self._any_protected:
+            return None
         newest = max((r.key for r in running if self._is_protected(r)), default=request.key)
         if not self._is_protected(request) and newest <= request.key:
             return None
@@ -130,11 +134,14 @@ class Admission:
         return max(0, whole - _held(request))
 
     def _outstanding(self) -> int:
-        """Blocks that admitted prompts were counted with and have not taken yet."""
+        """Blocks that admitted prompts were counted with and have not taken yet; summed once per round."""
+        if self._owed is not None:
+            return self._owed
         static = self._settings.allocation == "static"  # beams fork whole reservations at any time
         for request in [r for r in self._promised if _prompt_done(r) and not (static and r.beam)]:
             del self._promised[request]
-        return sum(max(0, promised - _held(request)) for request, promised in self._promised.items())
+        self._owed = sum(max(0, promised - _held(request)) for request, promised in self._promised.items())
+        return self._owed
 
     def _judge_swapped(self, request: Request, running: list[Request]) -> Verdict:
         groups = self._memory.layout.num_groups
@@ -155,6 +162,15 @@ class Admission:
         return victim
 
     # -- acts ----------------------------------------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Admissions of another step begin: what is still to be taken has changed."""
+        self._owed = None
+
+    def started(self, request: Request) -> None:
+        """An admitted request has taken the blocks of its first chunk."""
+        if self._owed is not None:
+            self._owed += max(0, self._promised.get(request, 0) - _held(request))
 
     def admit(self, request: Request) -> None:
         """Carry out the last positive verdict: bring swapped blocks back, or take the prefix match over."""
@@ -185,6 +201,8 @@ class Admission:
     def forget(self, request: Request) -> None:
         """The request stopped running: it computes nothing and holds no promise."""
         self._promised.pop(request, None)
+        self._owed = None
+        self._any_protected |= request.num_preemptions + 1 >= self._settings.max_preemptions > 0
         if self._computing:
             for seq in request.sequences:
                 for key in seq.keys:

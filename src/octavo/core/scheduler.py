@@ -231,11 +231,12 @@ class Scheduler:
             self.memory.cache.step = self._step
         self._expire(now)
         round_ = _Round(self.settings.max_num_batched_tokens)
-        for seq, missing in list(self._unfinished_work()):
+        work = list(self._unfinished_work())
+        for seq, missing in work:
             if missing == 1:
                 self._try(seq, 1, round_)
-        for seq, missing in list(self._unfinished_work()):
-            if missing > 1 and seq not in round_.decided:
+        for seq, missing in work:
+            if missing > 1:
                 self._try(seq, missing, round_)
         if not round_.preempted:
             self._admit(round_, now)
@@ -352,6 +353,7 @@ class Scheduler:
     def _admit(self, round_: _Round, now: float) -> None:
         """Let waiting requests in, in queue order, while there are seats, blocks and budget."""
         passed: list[Request] = []
+        self.admission.begin_round()
         seats = sum(seats_of(r) for r in self.running) if len(self.waiting) else 0
         while round_.budget > 0 and (request := self.waiting.peek()) is not None:
             verdict = self.admission.judge(request, self.running, seats)
@@ -379,6 +381,7 @@ class Scheduler:
             request.admitted_at = now
         for seq, missing in list(_work_of(request)):
             self._try(seq, missing, round_)
+        self.admission.started(request)
 
     # -- committing --------------------------------------------------------------------------------------------
 
@@ -387,9 +390,8 @@ class Scheduler:
         starts: list[SequenceStart] = []
         scheduled: list[ScheduledSequence] = []
         work: list[tuple[Sequence, int, int]] = []
-        transfers = (
-            self.memory.take_transfers()
-        )  # copies of forks below need this step's KV: they go with the next plan
+        # Copies of the forks below need this step's KV: they go with the next plan.
+        transfers = self.memory.take_transfers()
         for seq, count in round_.decided.items():
             scheduled.append(self._commit_one(seq, count, starts))
             work.append((seq, seq.num_computed, seq.epoch))
@@ -404,7 +406,9 @@ class Scheduler:
         self.memory.pool.fence(self._step)
         self.counters.steps += 1
         self.counters.computed_tokens += plan.num_tokens
-        self.counters.peak_running = max(self.counters.peak_running, sum(r.num_live() for r in self.running))
+        if starts:
+            running = sum(r.num_live() for r in self.running)
+            self.counters.peak_running = max(self.counters.peak_running, running)
         return plan
 
     def _commit_one(self, seq: Sequence, count: int, starts: list[SequenceStart]) -> ScheduledSequence:
