@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.oracle import Beam, Model, beams, greedy, random_ids, tiny, transformers_tokenizer
+from helpers.oracle import Beam, Model, beams, greedy, logprobs_of, random_ids, tiny, transformers_tokenizer
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.beam import BeamSearch
 from octavo.core.sequence import Request, Sequence
@@ -61,13 +61,13 @@ def test_equal_to_transformers(
     width: int, early_stopping: bool | str, length_penalty: float, model: Model, llm: LLM
 ) -> None:
     """Three end ids that are met: searches end by rule and by length, at different steps."""
-    for prompt in PROMPTS[1:3]:
-        stops = likely_ends(model.oracle, prompt, 2)
-        params: dict[str, Any] = {"max_tokens": 12, "length_penalty": length_penalty, "early_stopping": early_stopping}
-        (found,) = search(llm, [prompt], beam_width=width, stop_token_ids=stops, **params)
-        expected = beams(model.oracle, prompt, width, end_ids=[END, *stops], **params)
-        assert len(found.sequences) == len(expected) == width
-        assert_equal(found, expected, [END, *stops])
+    prompt = PROMPTS[1 + (width + int(2 * length_penalty)) % 3]
+    stops = likely_ends(model.oracle, prompt, 2)
+    params: dict[str, Any] = {"max_tokens": 12, "length_penalty": length_penalty, "early_stopping": early_stopping}
+    (found,) = search(llm, [prompt], beam_width=width, stop_token_ids=stops, **params)
+    expected = beams(model.oracle, prompt, width, end_ids=[END, *stops], **params)
+    assert len(found.sequences) == len(expected) == width
+    assert_equal(found, expected, [END, *stops])
 
 
 def test_some_searches_end_early(model: Model, llm: LLM) -> None:
@@ -90,6 +90,16 @@ def test_numbers_of_end_ids(count: int, windowed: Model) -> None:
             ends = likely_ends(windowed.oracle, prompt, count) if count else []
             found = search(llm, [prompt], beam_width=4, max_tokens=20, stop_token_ids=ends, ignore_eos=True)
             assert_equal(found[0], beams(windowed.oracle, prompt, 4, max_tokens=20, end_ids=ends), ends)
+
+
+def test_end_ids_that_crowd_out_the_rest(model: Model, llm: LLM) -> None:
+    """The likeliest tokens of the first step all end: enough candidates must be looked at to find some that go on."""
+    for prompt in PROMPTS[1:]:
+        ends = logprobs_of(model.oracle, prompt)[-1].topk(6).indices.tolist()
+        for width in (2, 3):
+            params: dict[str, Any] = {"max_tokens": 10, "length_penalty": 2.0, "early_stopping": "never"}
+            found = search(llm, [prompt], beam_width=width, stop_token_ids=ends, ignore_eos=True, **params)
+            assert_equal(found[0], beams(model.oracle, prompt, width, end_ids=ends, **params), ends)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
