@@ -5,9 +5,9 @@
     key 1 = H("block", key 0, tokens of block 1)   ...
 
 H is BLAKE2b, 128 bits, keyed with a secret of this process, every field tagged with its kind and length, so a key
-names one prefix under one salt and one adapter and cannot be guessed from outside. Parent, depth and tokens are compared on a hit all
-the same: a collision may cost a hit, never a wrong answer. The same content may live in two blocks; only the first is
-published, so a block table is only ever appended to.
+names one prefix under one salt and one adapter and cannot be guessed from outside. Parent, depth and tokens are
+compared on a hit all the same: a collision may cost a hit, never a wrong answer. The same content may live in two
+blocks; only the first is published, so a block table is only ever appended to.
 
 Each group of layers has its own block for a key. A hit needs: for a group that sees everything, every block from the
 start; for a windowed group, the blocks that the next token still reads. `match` intersects them.
