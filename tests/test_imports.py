@@ -36,8 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"core", "kernels", "runner", *WORDS},
     "server": {"llm", "engine", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", *WORDS},
     "bench": {
-        "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs", "logs",
-        "package", *WORDS,
+        "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs",
+        "logs", "package", *WORDS,
     },
     "cli": {
         "llm", "engine", "server", "inspect", "planning", "bench", "core", "models", "text", "outputs", "logs",
@@ -80,8 +80,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
     def walk(node: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for child in node.orelse:
-                yield from walk(child)
+            for other in node.orelse:
+                yield from walk(other)
             return
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -171,7 +171,7 @@ def test_public_names_are_sorted_complete_and_there() -> None:
         assert getattr(octavo, name) is not None
     assert dir(octavo) == octavo.__all__
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'; it has AuditError"):
-        _ = octavo.Nothing  # type: ignore[attr-defined]
+        _ = octavo.Nothing
 
 
 def test_every_error_and_every_public_value_class_is_exported() -> None:

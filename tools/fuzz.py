@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from helpers.fuzzing import FAMILIES, make_case, plain_engine, run_case
 from helpers.tiny_models import write_tiny
-
 from octavo.engine import Engine
 from octavo.kernels import cpu
 

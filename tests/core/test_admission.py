@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
 
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_layout import KVLayout, build_layout
@@ -127,7 +127,7 @@ def test_every_refusal_names_value_limit_and_remedy_and_changes_nothing() -> Non
         rig.add(prompt(128))
     with pytest.raises(SamplingError, match=r"=5 exceeds max_num_seqs=4; lower it or raise max_num_seqs"):
         rig.add(prompt(3), n=5)
-    with pytest.raises(SamplingError, match="beam_width.*=8 exceeds max_num_seqs=4"):
+    with pytest.raises(SamplingError, match=r"beam_width.*=8 exceeds max_num_seqs=4"):
         rig.add(prompt(3), beam(8))
     with pytest.raises(CapacityError, match=r"prompt of 60 tokens, up to 30 new .*need 23 blocks.* up to 64 tokens"):
         rig.add(prompt(60), max_tokens=30)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
+from typing import Any
 
+import pytest
+
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.block_pool import BlockPool
 from octavo.core.step import LAST_SAMPLED
 from octavo.errors import InternalError
@@ -119,7 +121,7 @@ def test_preemption_with_steps_in_flight(delay: int, way: str, limit: int) -> No
 @pytest.mark.parametrize("static", [False, True])
 def test_beams_with_steps_in_flight(delay: int, limit: int, static: bool) -> None:
     """Also pushed out and resumed while candidates of theirs are on the way, and in exactly fitting reservations."""
-    settings = {"allocation": "static", "max_model_len": 40} if static else {}
+    settings: dict[str, Any] = {"allocation": "static", "max_model_len": 40} if static else {}
     rig = Rig(30 if static else 15, delay=delay, script=never_ends, max_num_batched_tokens=limit, **settings)
     old = rig.add(prompt(9, 3), max_tokens=30)
     searches = [rig.add(prompt(9, salt), beam(3, 9)) for salt in range(2)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
 
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.beam import BeamSearch
 from octavo.core.fake_runner import FakeRunner
 from octavo.core.sequence import Sequence
@@ -158,7 +159,7 @@ def test_only_written_tail_blocks_are_copied() -> None:
 
 @pytest.mark.parametrize("limit", [1, 3, 2048])
 @pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": True}, {"copy_on_write": False}])
-def test_a_search_whose_steps_are_split_by_the_budget(limit: int, settings: dict[str, bool]) -> None:
+def test_a_search_whose_steps_are_split_by_the_budget(limit: int, settings: dict[str, Any]) -> None:
     found = []
     for tokens in (limit, 2048):
         rig = Rig(100, max_num_batched_tokens=tokens, **(settings if tokens == limit else {}))

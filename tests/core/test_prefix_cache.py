@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers.scheduling import Rig, prompt
 
+from helpers.scheduling import Rig, prompt
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_layout import build_layout
 from octavo.core.prefix_cache import Match, PrefixCache
@@ -268,7 +268,7 @@ def test_audit_finds_a_published_block_nobody_can_find() -> None:
 def test_audit_finds_a_stale_hash() -> None:
     shelf = Shelf()
     shelf.keep(prompt(8))
-    key, entry = next(iter(shelf.cache._entries.items()))
+    entry = next(iter(shelf.cache._entries.values()))
     entry.tokens = (1, 2, 3, 4)
     with pytest.raises(AuditError, match=r"block\(s\) \[0\]: the key is not the hash"):
         shelf.cache.audit()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
 
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.record import Recorder, replay
 from octavo.errors import ConfigError
 
@@ -42,7 +42,7 @@ class RecordedRig(Rig):
 
 
 def busy_run(path: Path) -> RecordedRig:
-    """Shared prefixes, samples, beams, preemption, swap, windows, priorities, deadlines, aborts, a stop string, a reset."""
+    """Shared prefixes, samples, beams, preemption, swap, windows, priorities, deadlines, aborts, a stop, a reset."""
     rig = RecordedRig(
         path, 40, windows=(8, None), script=never_ends, enable_prefix_caching=True, num_host_blocks=30,
         max_num_batched_tokens=9, swap_block_tokens=2.0,
@@ -126,9 +126,13 @@ def test_a_killed_run_can_be_replayed_up_to_its_last_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "not a recording"), ("hello\n", "line 1 is no JSON"), ('{"event":"header","version":99}\n', "not a recording"),
-     ("[1]\n", "not a recording")],
-)  # fmt: skip
+    [
+        ("", "not a recording"),
+        ("hello\n", "line 1 is no JSON"),
+        ('{"event":"header","version":99}\n', "not a recording"),
+        ("[1]\n", "not a recording"),
+    ],
+)
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -148,5 +152,5 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "nowhere")
     rig = Rig()
-    with pytest.raises(ConfigError, match="cannot be written.*name a writable file"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*name a writable file"):
         Recorder(str(tmp_path / "no" / "where"), rig.settings, rig.layout, {})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
 
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.kv_layout import build_layout
 from octavo.core.sequence import Request, RequestState
 from octavo.core.step import StepPlan, StepResult

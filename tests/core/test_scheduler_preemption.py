@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.scheduling import Rig, beam, never_ends, prompt
 
+from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.preemption import prefers_swap, recompute_tokens
 from octavo.core.sequence import Request, RequestState
 

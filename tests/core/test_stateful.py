@@ -1,8 +1,8 @@
 """Any order of events: hypothesis drives a scheduler and the scripted runner, and audits after each.
 
-Arrivals with shared prefixes, samples, beams, salts, priorities and deadlines; steps (also two in flight); aborts; ends by
-"stop string"; cache resets; preemption by either way in a pool that is too small. At the end the pool is as at the start and
-every answer is that of the request alone.
+Arrivals with shared prefixes, samples, beams, salts, priorities and deadlines; steps (also two in flight); aborts;
+ends by "stop string"; cache resets; preemption by either way in a pool that is too small. At the end the pool is as at
+the start and every answer is that of the request alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from helpers.scheduling import Rig, beam, expected, prompt
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from helpers.scheduling import Rig, beam, expected, prompt
 from octavo.core.fake_runner import default_script
 from octavo.core.sequence import Request
 from octavo.errors import CapacityError
@@ -145,7 +145,7 @@ class Life(RuleBasedStateMachine):
 
     def _check_beams(self, request: Request) -> None:
         alone = Rig(400 * len(self.windows), block_size=8, windows=self.windows, max_model_len=LONGEST, script=script)
-        solo = alone.add(request.prompt_token_ids, replace(request.params, deadline_ms=None))  # type: ignore[type-var]
+        solo = alone.add(request.prompt_token_ids, replace(request.params, deadline_ms=None))
         alone.run()
         assert request.beam_state.finished == solo.beam_state.finished
 

@@ -1,23 +1,23 @@
 """One fuzz case: a random engine under a random load, and the same requests one by one on a plain engine.
 
-Everything follows from the number of the case. The engine under test gets a random block size, chunk limit, pool, memory
-policy and cache; the oracle has a large pool, no prefix cache, one block table for all layers, and sees one request at a time.
+Everything follows from the number of the case. The engine under test gets a random block size, chunk limit, pool,
+memory policy and cache; the oracle has a large pool, no prefix cache, one block table for all layers, and sees one
+request at a time.
 
 What must agree: tokens, text, finish reason and stop reason of every sample; texts of every beam; log-probabilities to
-1e-4; of samples cut from outside (abort, deadline) the tokens they have. What must hold: an audit after every step, and an
-empty pool at the end.
+1e-4; of samples cut from outside (abort, deadline) the tokens they have. What must hold: an audit after every step, and
+an empty pool at the end.
 
 Rounding: the native operations are bit-equal whatever the batch, so there any difference fails. torch's products round
-differently for other shapes of a step, so on that path a difference is looked into: the request runs alone again at chunk
-limits 1, 3, 7 and 16, twice over in one batch, and in blocks of another size. If those runs disagree among themselves, the
-answer hangs on rounding and the request is counted as `near_ties`; if they all agree, the case fails.
+differently for other shapes of a step, so on that path a difference is looked into: the request runs alone again at
+chunk limits 1, 3, 7 and 16, twice over in one batch, and in blocks of another size. If those runs disagree among
+themselves, the answer hangs on rounding and the request is counted as `near_ties`; if they all agree, the case fails.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 LONGEST = 96
+EARLY: list[bool | str] = [False, True, "never"]
+FILTERS: dict[str, list[Any]] = {"top_k": [0, 5, 40], "top_p": [1.0, 0.8], "min_p": [0.0, 0.05]}
 FAMILIES = ("gemma3", "llama", "mistral")
 Params = SamplingParams | BeamSearchParams
 
@@ -95,13 +97,14 @@ def _settings(draw: random.Random) -> dict[str, Any]:
 
 def _asks(draw: random.Random) -> list[Ask]:
     shared = [[draw.randrange(256) for _ in range(60)] for _ in range(3)]
-    asks = []
+    crowded = draw.random() < 0.4  # short prompts and long answers: growth in a full pool
+    asks: list[Ask] = []
     for i in range(draw.randrange(6, 17)):
-        tokens = draw.choice(shared)[: draw.choice([0, 0, 7, 16, 32, 33, 60])]
+        tokens = draw.choice(shared)[: draw.choice([0, 3, 16] if crowded else [0, 0, 7, 16, 32, 33, 60])]
         tokens = tokens + [draw.randrange(256) for _ in range(draw.randrange(1, 14))]
         if asks and draw.random() < 0.15:
             tokens = list(draw.choice(asks).prompt)
-        params = _beam(draw) if draw.random() < 0.15 else _sampling(draw, i)
+        params = _beam(draw) if draw.random() < 0.15 else _sampling(draw, i, crowded)
         salt = draw.choice([None, None, None, "a", "b"])
         asks.append(Ask(f"q{i}", tokens, params, draw.choice([0, 0, 0, -1, 3]), salt))
     return asks
@@ -112,26 +115,27 @@ def _beam(draw: random.Random) -> BeamSearchParams:
         beam_width=draw.choice([1, 2, 3, 4]),
         max_tokens=draw.randrange(1, 12),
         length_penalty=draw.choice([0.0, 1.0, 1.0, 2.0]),
-        early_stopping=draw.choice([False, True, "never"]),
+        early_stopping=draw.choice(EARLY),
         stop_token_ids=draw.choice([None, [5, 80], [17]]),
         deadline_ms=draw.choice([None, None, None, None, 250.0]),
     )
 
 
-def _sampling(draw: random.Random, index: int) -> SamplingParams:
-    given: dict[str, Any] = {"max_tokens": draw.choice([1, 2, 8, 16, 24, 36]), "ignore_eos": draw.random() < 0.3}
+def _sampling(draw: random.Random, index: int, crowded: bool) -> SamplingParams:
+    lengths = [30, 45, 60] if crowded else [1, 2, 8, 16, 24]
+    given: dict[str, Any] = {"max_tokens": draw.choice(lengths), "ignore_eos": crowded or draw.random() < 0.3}
     if draw.random() < 0.5:
         given["temperature"] = 0.0
     else:
         given |= {"temperature": draw.choice([0.5, 1.0, 1.3]), "seed": 1000 + index, "n": draw.choice([1, 1, 2, 3])}
         given["best_of"] = given["n"] + 1 if draw.random() < 0.15 else None
-        for name, values in {"top_k": [0, 5, 40], "top_p": [1.0, 0.8], "min_p": [0.0, 0.05]}.items():
+        for name, values in FILTERS.items():
             given[name] = draw.choice(values)
     if draw.random() < 0.35:
         given["presence_penalty"] = draw.choice([0.0, 0.7])
         given["frequency_penalty"] = draw.choice([0.0, 0.5])
         given["repetition_penalty"] = draw.choice([1.0, 1.3])
-    if draw.random() < 0.3:
+    if draw.random() < (0.1 if crowded else 0.3):
         given["stop"] = draw.choice([["e"], ["a", "th"], ["0", "1", "2"], ["Z", "q"]])
         given["include_stop_str_in_output"] = draw.random() < 0.5
     if draw.random() < 0.2:
@@ -313,6 +317,3 @@ def _hangs_on_rounding(ask: Ask, model: Path, backend: str) -> bool:
         answers.append(run_alone(engine, ask, copies))
         engine.close()
     return any(compare(ask, answer, answers[0]) for answer in answers[1:])
-
-
-Report = Callable[[str], None]
