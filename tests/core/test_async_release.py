@@ -136,6 +136,18 @@ def test_beams_with_steps_in_flight(delay: int, limit: int, static: bool) -> Non
     rig.check_empty()
 
 
+def test_prompt_logprobs_of_a_sample_that_left_in_flight_are_kept() -> None:
+    rig = Rig(delay=1, script=never_ends, max_num_batched_tokens=8)
+    request = rig.add(prompt(20), n=2, max_tokens=4, prompt_logprobs=1)
+    rig.step()
+    rig.step()
+    rig.scheduler.abort(request.request_id, 0)
+    rig.run()
+    assert [p and p.token_ids[0] for p in request.prompt_logprobs] == [None, *prompt(20)[1:]]
+    rig.check_answers(request)
+    rig.check_empty()
+
+
 def test_a_block_handed_out_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that the tests above can fail: without the fence the content check of the runner objects."""
     monkeypatch.setattr(BlockPool, "fence", lambda self, step: None)

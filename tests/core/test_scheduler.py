@@ -381,6 +381,21 @@ def test_a_beam_search_has_no_samples_to_abort() -> None:
     rig.check_empty()
 
 
+def test_requests_that_leave_the_queue_leave_nothing_behind() -> None:
+    rig = Rig(max_num_seqs=1)
+    first = rig.add(prompt(5), max_tokens=9)
+    rig.step()
+    for i in range(600):
+        rig.scheduler.abort(rig.add(prompt(3, i)).request_id)
+    assert len(rig.scheduler.waiting) == 0 and len(rig.scheduler.waiting._heap) < 100
+    last = [rig.add(prompt(4, i), priority=-i) for i in range(3)]
+    assert [r.request_id for r in rig.scheduler.waiting] == [r.request_id for r in reversed(last)]
+    assert all(r in rig.scheduler.waiting for r in last) and first not in rig.scheduler.waiting
+    rig.run()
+    rig.check_answers(first, *last)
+    rig.check_empty()
+
+
 def test_abort_of_the_unknown() -> None:
     assert not Rig().scheduler.abort("nobody")
 

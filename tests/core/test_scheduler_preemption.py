@@ -150,6 +150,20 @@ def test_preemptions_are_bounded(bound: int, seed: int) -> None:
     rig.check_empty()
 
 
+def test_no_bound_means_no_bound() -> None:
+    """max_preemptions=0: an urgent request may always push a less urgent one out."""
+    rig = Rig(script=never_ends, max_num_seqs=1, max_preemptions=0)
+    low = rig.add(prompt(5), priority=3, max_tokens=20)
+    for i in range(12):
+        rig.step()
+        rig.add(prompt(4, i), max_tokens=1)
+        rig.step()
+    rig.run()
+    assert low.num_preemptions == 12
+    rig.check_answers(low)
+    rig.check_empty()
+
+
 @pytest.mark.parametrize("bound", [1, 2])
 @pytest.mark.parametrize("way", ["recompute", "swap"])
 def test_urgent_requests_that_grow_cannot_push_one_out_for_ever(bound: int, way: str) -> None:

@@ -19,7 +19,7 @@ from helpers.oracle import Model, assert_greedy, beams, greedy, logprobs_of, ran
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.prefix_cache import PrefixCache
 from octavo.engine import Engine
-from octavo.errors import CapacityError, ConfigError, PromptError, RequestError, SamplingError
+from octavo.errors import AuditError, CapacityError, ConfigError, PromptError, RequestError, SamplingError
 from octavo.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -324,6 +324,33 @@ def test_kind_22_gauges_are_of_now(model: Model) -> None:
         finished = [o.outputs[0].finish_reason for _ in range(21) for o in engine.step() if o.finished]
         assert finished == ["abort", "length"]
         check_empty(llm)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_kind_20_a_leaked_block_is_taken_back_when_idle(
+    caching: bool, model: Model, oracle: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with model.engine(max_model_len=128, num_blocks=20, enable_prefix_caching=caching, debug=False) as llm:
+        engine = engine_of(llm)
+        pool = engine.scheduler.memory.pool
+        lost = [pool.take(), pool.take()]
+        with caplog.at_level("ERROR", logger="octavo"):
+            output = generate(llm, [random_ids(30, 1)])[0]
+        assert f"2 blocks leaked and were taken back, the first is block {lost[0]}" in caplog.text
+        assert engine.stats().leaks_repaired == 2 and llm.pool_view().num_used == 0
+        assert_solo(oracle, random_ids(30, 1), GREEDY, output)
+        assert_solo(oracle, random_ids(30, 1), GREEDY, generate(llm, [random_ids(30, 1)])[0])
+        assert engine.stats().leaks_repaired == 2
+
+
+def test_kind_20_debug_pinpoints_the_first_bad_block(model: Model) -> None:
+    with model.engine(max_model_len=128, num_blocks=20, debug=True) as llm:
+        engine = engine_of(llm)
+        engine.add_request("r", random_ids(30, 1), GREEDY)
+        engine.step()
+        engine.scheduler.memory.pool.count_up(1)
+        with pytest.raises(AuditError, match="block 1: count is 2, but 1 tables hold it"):
+            engine.step()
 
 
 # -- F. preemption -----------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Admission:
         victim = running[-1] if running else None
         if victim is None or victim.priority <= request.priority or victim.key <= request.key:
             return None
-        if self._settings.allocation == "static" or victim.num_preemptions >= self._settings.max_preemptions:
+        if self._settings.allocation == "static" or self._is_protected(victim):
             return None
         return victim
 

@@ -474,8 +474,9 @@ class Scheduler:
             if seq.finish_reason is None and seq.epoch == epoch:
                 seq.num_done = end
                 self.admission.computed(self.memory.publish(seq))
-        for seq_id, entries in result.prompt_logprobs.items():
-            self._take_prompt_logprobs(flight.plan, seq_id, entries)
+        for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
+            if entries := result.prompt_logprobs.get(item.seq_id):
+                _keep_prompt_logprobs(seq.request, item.start, entries)
         news: list[SequenceNews] = []
         beams: dict[str, Request] = {}
         asked = {seq.seq_id: (end, epoch) for seq, end, epoch in flight.work}
@@ -521,16 +522,6 @@ class Scheduler:
         elif len(seq.token_ids) >= request.max_len:
             self.finish(seq, "length")
 
-    def _take_prompt_logprobs(self, plan: StepPlan, seq_id: int, entries: tuple[TokenLogprobs, ...]) -> None:
-        seq = self._sequences.get(seq_id)
-        if seq is None:
-            return
-        store = seq.request.prompt_logprobs
-        if not store:
-            store.extend([None] * seq.prompt_len)
-        start = next(s.start for s in plan.scheduled if s.seq_id == seq_id)
-        store[start + 1 : start + 1 + len(entries)] = entries
-
     # -- beams -----------------------------------------------------------------------------------------------------
 
     def _advance_beams(self, request: Request) -> None:
@@ -574,6 +565,14 @@ class Scheduler:
 def _is_stale(seq: Sequence, asked: tuple[int, int] | None) -> bool:
     """Do a beam's candidates continue a text that it no longer has, or computed before a preemption?"""
     return seq.request.beam is not None and asked != (len(seq.token_ids), seq.epoch)
+
+
+def _keep_prompt_logprobs(request: Request, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
+    """They are the request's: the sample that computed them may have ended since."""
+    store = request.prompt_logprobs
+    if not store:
+        store.extend([None] * request.prompt_len)
+    store[start + 1 : start + 1 + len(entries)] = entries
 
 
 def _work_of(request: Request) -> Iterator[tuple[Sequence, int]]:

@@ -11,8 +11,9 @@ class SchedulerSettings:
 
     swap_block_tokens: what moving one block out and back costs, in recomputed tokens; preemption "auto" swaps a
     victim when its blocks cost less to move than its tokens to recompute. max_preemptions: after that many, a
-    request is only readmitted when nothing older can push it out again. priority_aging_s: seconds of waiting that are
-    worth one level of priority. max_in_flight: steps that may be planned before the oldest reports back.
+    request is only readmitted when nothing older can push it out again (0: no bound). priority_aging_s: seconds of
+    waiting that are worth one level of priority. max_in_flight: steps that may be planned before the oldest reports
+    back.
     """
 
     num_blocks: int
