@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import transformers
+
 from helpers.fuzzing import FAMILIES, make_case, plain_engine, run_case
 from helpers.tiny_models import write_tiny
 from octavo.engine import Engine
@@ -40,6 +42,7 @@ class Fuzzer:
         self.backends = backends
         self.total: Counter[str] = Counter()
         self.models = {family: root / family for family in FAMILIES}
+        transformers.utils.logging.disable_progress_bar()
         for family, path in self.models.items():
             write_tiny(family, path)
         self._oracles: dict[tuple[str, str], Engine] = {}

@@ -5,8 +5,8 @@ memory policy and cache; the oracle has a large pool, no prefix cache, one block
 request at a time.
 
 What must agree: tokens, text, finish reason and stop reason of every sample; texts of every beam; log-probabilities to
-1e-4; of samples cut from outside (abort, deadline) the tokens they have. What must hold: an audit after every step, and
-an empty pool at the end.
+1e-4; of samples cut from outside (abort, deadline) the tokens they have. What must hold: an audit after every step;
+text and tokens, once shown, stay; the recording of the run replays with every decision equal; an empty pool at the end.
 
 Rounding: the native operations are bit-equal whatever the batch, so there any difference fails. torch's products round
 differently for other shapes of a step, so on that path a difference is looked into: the request runs alone again at
@@ -20,9 +20,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from octavo.config import make_config
+from octavo.core.record import replay
 from octavo.engine import Engine
 from octavo.errors import CapacityError, ConfigError
 from octavo.outputs import RequestOutput
@@ -45,6 +47,17 @@ class Ask:
     priority: int
     salt: str | None
     output: RequestOutput | None = None
+    shown: dict[int, tuple[str, list[int]]] = field(default_factory=dict)  # sample -> text and ids seen so far
+
+    def watch(self, output: RequestOutput) -> None:
+        """What was shown is never taken back."""
+        if self.params.__class__ is BeamSearchParams or getattr(self.params, "best_of", None):
+            return  # shown at the end only, or put in another order there
+        for sample in output.outputs:
+            text, ids = self.shown.get(sample.index, ("", []))
+            if not sample.text.startswith(text) or sample.token_ids[: len(ids)] != ids:
+                raise Mismatch(f"request {self.name}: {text!r} {ids} was shown, then {sample}")
+            self.shown[sample.index] = sample.text, list(sample.token_ids)
 
 
 @dataclass
@@ -195,15 +208,11 @@ def replace_deadline(params: Params) -> Params:
 
 def run_case(case: Case, model: Path, backend: str, oracle: Engine) -> Counter[str]:
     """Run and compare; raises `Mismatch`, or whatever the engine raised. Returns the figures."""
-    engine = build(model, backend, **case.settings, debug=True)
-    try:
-        _drive(case, engine)
-        _check_idle(engine)
-        stats = engine.stats()
-        for name in ("steps", "preemptions", "swaps", "copies", "forks", "deadlines", "prefix_hit_tokens", "evictions"):
-            case.figures[name] += getattr(stats, name)
-    finally:
-        engine.close()
+    with TemporaryDirectory() as folder:
+        record = str(Path(folder) / "record")
+        _run_recorded(case, build(model, backend, **case.settings, debug=True, record=record))
+        if not (report := replay(record)).same:
+            raise Mismatch(f"case {case.number}: the replay {report}")
     for ask in case.asks:
         if ask.output is None:
             continue
@@ -214,6 +223,17 @@ def run_case(case: Case, model: Path, backend: str, oracle: Engine) -> Counter[s
             raise Mismatch(f"case {case.number}, request {ask.name}: {difference}\n{ask}\n{case.settings}")
         case.figures["compared"] += 1
     return case.figures
+
+
+def _run_recorded(case: Case, engine: Engine) -> None:
+    try:
+        _drive(case, engine)
+        _check_idle(engine)
+        stats = engine.stats()
+        for name in ("steps", "preemptions", "swaps", "copies", "forks", "deadlines", "prefix_hit_tokens", "evictions"):
+            case.figures[name] += getattr(stats, name)
+    finally:
+        engine.close()
 
 
 def _drive(case: Case, engine: Engine) -> None:
@@ -239,6 +259,7 @@ def _drive(case: Case, engine: Engine) -> None:
             case.figures["aborts"] += engine.abort(draw.choice(names), draw.choice([None, None, 0, 1]))
         if engine.has_unfinished():
             for output in engine.step():
+                live[output.request_id].watch(output)
                 if output.finished:
                     live.pop(output.request_id).output = output
         elif not coming:
