@@ -21,7 +21,8 @@ class CompletionOutput:
     """One sample. `token_ids`, `logprobs` and `text` end together.
 
     finish_reason: "stop" (an end token, stop id or stop string; which one is in stop_reason), "length",
-    "abort", "deadline", or None while it runs. `logprobs[i]` maps token id to `Logprob`, the chosen one always in.
+    "abort", "deadline", "error" (what went wrong is in stop_reason), or None while it runs. `logprobs[i]` maps token
+    id to `Logprob`, the chosen one always in.
     """
 
     index: int

@@ -77,14 +77,14 @@ class RequestText:
                     sample.logprobs = None
 
     def beams(self) -> BeamSearchOutput:
-        """The result of a beam search: finished beams, best first; after an abort or a deadline also what ran."""
+        """The result of a beam search: finished beams, best first; what ran when it was cut or failed."""
         request = self._request
         assert request.beam is not None
         penalty = request.beam.length_penalty
         found = [(h.token_ids, h.cumulative_logprob, h.score, h.finish_reason) for h in request.beam_state.finished]
         for seq in request.sequences:
-            if seq.finish_reason in ("abort", "deadline", "error") and seq.num_output:
-                score = seq.cumulative_logprob / seq.num_output**penalty
+            if seq.finish_reason in ("abort", "deadline", "error"):
+                score = seq.cumulative_logprob / max(1, seq.num_output) ** penalty
                 found.append((tuple(seq.output_token_ids), seq.cumulative_logprob, score, seq.finish_reason))
         found.sort(key=lambda f: -f[2])
         sequences = [BeamSequence(list(ids), self._decode(ids), total, score, why) for ids, total, score, why in found]

@@ -113,6 +113,26 @@ def test_a_runner_error_ends_that_sequence_only() -> None:
     rig.check_empty()
 
 
+@pytest.mark.parametrize("limit", [1, 2, 2048])
+def test_an_error_in_one_beam_ends_the_search(limit: int) -> None:
+    """Also when the beam in error is the last to report, or the others have not yet."""
+    for step in range(2, 12):
+        rig = Rig(max_num_batched_tokens=limit)
+        search, other = rig.add(prompt(3), beam(3, 6)), rig.add(prompt(3, 1), max_tokens=6)
+        while rig.scheduler.has_work:
+            plan = rig.plan()
+            result = rig.runner.execute(plan)
+            drawn = dict(result.drawn)
+            if plan.step_id >= step:
+                ids = {s.seq_id for s in search.sequences}
+                drawn |= {i: type(d)((), error="a NaN") for i, d in drawn.items() if i in ids and i == max(drawn)}
+            rig.take(StepResult(plan.step_id, drawn))
+        reasons = {(s.finish_reason, s.stop_reason) for s in search.sequences}
+        assert reasons in ({("error", "a NaN")}, {("beam", None)})
+        rig.check_answers(other)
+        rig.check_empty()
+
+
 def test_finish_reasons_and_limits() -> None:
     rig = Rig(script=lambda tokens, index: 3 if len(tokens) == 8 else 50)
     ends, cut = rig.add(prompt(5), max_tokens=9), rig.add(prompt(5, 1), max_tokens=3)

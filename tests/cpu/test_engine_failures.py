@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.fuzzing import Ask, compare, plain_engine, run_alone
 from helpers.oracle import Model, assert_greedy, beams, greedy, logprobs_of, random_ids, tiny
@@ -464,6 +465,32 @@ def test_kind_29_ids_outside_the_vocabulary(bad: int, model: Model) -> None:
             outputs = engine.step()
         assert outputs[0].request_id == "good" and outputs[0].outputs[0].finish_reason == "length"
         assert len(generate(llm, [[319]], SamplingParams(temperature=0, logit_bias={319: 5.0}))) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-untied"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_kind_29_a_row_of_nans_harms_nobody_else(family: str, backend: str, block_size: int, root: Path) -> None:
+    """A token whose embedding is broken: its requests end with an error, the blocks they filled are reused safely."""
+    model = tiny(family, root / "whole")
+    broken = tiny(family, root / "broken")
+    with torch.no_grad():
+        broken.oracle.model.embed_tokens.weight[200] = float("nan")
+    broken.oracle.save_pretrained(broken.path)
+    prompts = [[t if t != 200 else 1 for t in random_ids(n, 3)] for n in (5, 17, 21, 40)]
+    settings = {"max_model_len": 64, "attention_backend": backend, "block_size": block_size}
+    with model.engine(**settings) as whole, broken.engine(num_blocks=8 * 16 // block_size, **settings) as llm:
+        right = [o.outputs[0].token_ids for o in generate(whole, prompts)]
+        bad = generate(llm, [[5, 200, 7] * 15])[0].outputs[0]
+        assert bad.finish_reason == "error" and "no usable maximum" in str(bad.stop_reason) and not bad.token_ids
+        (search,) = llm.beam_search([[5, 200, 7]], BeamSearchParams(beam_width=3, max_tokens=5))
+        assert [(s.finish_reason, s.token_ids) for s in search.sequences] == [("error", [])]
+        check_empty(llm)
+        samples = generate(llm, [[200]], SamplingParams(n=3, seed=1))[0].outputs
+        assert [o.finish_reason for o in samples] == ["error"] * 3
+        for prompt, answer in zip(prompts, right, strict=True):
+            assert generate(llm, [prompt])[0].outputs[0].token_ids == answer
+        assert [o.outputs[0].token_ids for o in generate(llm, prompts)] == right
 
 
 # -- I. stops ----------------------------------------------------------------------------------------------------
