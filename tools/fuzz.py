@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import torch
 import transformers
 
 from helpers.fuzzing import FAMILIES, make_case, plain_engine, run_case
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run this one case only")
     parser.add_argument("--backend", choices=("both", "native", "reference"), default="both")
     given = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # models this small only lose by more
     with tempfile.TemporaryDirectory(prefix="octavo-fuzz-") as root:
         fuzzer = Fuzzer(Path(root), backends_of(given.backend))
         if given.case is not None:
