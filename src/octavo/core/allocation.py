@@ -11,7 +11,7 @@ from typing import Protocol
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.block_table import BlockTable
-from octavo.core.kv_layout import KVLayout
+from octavo.core.kv_layout import KVLayout, largest
 from octavo.core.prefix_cache import Match
 from octavo.core.sequence import Sequence
 from octavo.core.step import BlockTransfer, TransferKind
@@ -104,13 +104,7 @@ class PagedAllocation:
     def longest(self, num_blocks: int) -> int:
         per_group = num_blocks // self.layout.num_groups
         low, high = per_group * self.layout.block_size, num_blocks * self.layout.block_size
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.worst_case(middle, middle, 1) <= num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return largest(high, lambda length: self.worst_case(length, length, 1) <= num_blocks, low)
 
     def can_admit(self, need: int) -> bool:
         return need <= self.pool.num_available

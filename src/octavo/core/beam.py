@@ -8,10 +8,12 @@ length ** length_penalty), once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from octavo.core.sequence import Sequence
+from octavo.core.memory import KVMemory
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import TokenLogprobs
 from octavo.sampling_params import BeamSearchParams
 
@@ -98,3 +100,40 @@ class BeamSearch:
             return True
         longest = self.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         return best_running / longest**self.length_penalty <= self.finished[-1].score
+
+
+def advance_beams(
+    request: Request,
+    memory: KVMemory,
+    finish: Callable[[Sequence, str], None],
+    new_sequence: Callable[[Request, int, list[int]], Sequence],
+) -> None:
+    """When every beam has reported: forks for beams with several continuations, ends for those with none."""
+    live = list(request.live())
+    if request.finished or not request.beam_state.is_ready(live):
+        return
+    going = request.beam_state.advance(live)
+    if not going:
+        for seq in live:
+            finish(seq, "beam")
+        return
+    first_use: set[int] = set()
+    forks = []
+    kept = {c.parent.seq_id for c in going}
+    with memory.unread_by_steps_in_flight():
+        for seq in live:
+            if seq.seq_id not in kept:
+                finish(seq, "beam lost")
+    for c in going:
+        if c.parent.seq_id in first_use:
+            child = new_sequence(request, len(request.sequences), list(c.parent.token_ids))
+            memory.fork(c.parent, child)
+            forks.append((child, c))
+        else:
+            first_use.add(c.parent.seq_id)
+            forks.append((c.parent, c))
+    for seq, c in forks:
+        seq.token_ids.append(c.token_id)
+        seq.cumulative_logprob = c.cumulative_logprob
+    request.sequences = [s for s in request.sequences if not s.finished]
+    request.forked = True

@@ -13,6 +13,7 @@ This module knows no tensors; the planner and the simulator use it as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import gcd
@@ -93,3 +94,16 @@ def _group_size(counts: Seq[int]) -> int:
     if sum(counts) // exact <= 8:
         return exact
     return min(counts)
+
+
+def largest(high: int, fits: Callable[[int], bool], low: int = 0) -> int:
+    """The largest n of low..high for which `fits(n)`; `fits` never holds again once it fails, and holds for `low`."""
+    if fits(high):
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

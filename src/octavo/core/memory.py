@@ -137,6 +137,19 @@ class KVMemory:
         child.keys = parent.keys[: parent.num_computed // self.layout.block_size]
         parent.writable_until = child.writable_until = 0
 
+    def hand_over(self, leader: Sequence, heir: Sequence) -> None:
+        """A sibling that has not forked yet takes over the blocks of the one that computes their prompt."""
+        for table in leader.tables:
+            table.seq_id = heir.seq_id
+            table.forget_sent()
+        heir.tables, leader.tables = leader.tables, []
+        heir.num_computed, heir.num_done = leader.num_computed, leader.num_done
+        heir.num_published = leader.num_published
+        heir.keys = leader.keys[: leader.num_computed // self.layout.block_size]
+        swapped = leader.request.swapped
+        if swapped is not None and leader.seq_id in swapped:
+            swapped[heir.seq_id] = swapped.pop(leader.seq_id)
+
     def close(self, seq: Sequence) -> int:
         """Give back every block of the sequence, wherever it is."""
         seq.writable_until = 0

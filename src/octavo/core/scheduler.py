@@ -14,73 +14,21 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from octavo.core.admission import Admission, Verdict, seats_of
-from octavo.core.beam import BeamSearch
-from octavo.core.kv_layout import KVLayout
+from octavo.core.beam import BeamSearch, advance_beams
+from octavo.core.commit import commit_sequence
+from octavo.core.kv_layout import KVLayout, largest
 from octavo.core.memory import KVMemory
 from octavo.core.preemption import choose_victim, prefers_swap, recompute_tokens
 from octavo.core.queue import WaitingQueue
+from octavo.core.rounds import Counters, Flight, Round, SequenceNews, is_stale, keep_prompt_logprobs, work_of
 from octavo.core.sequence import Request, RequestState, Sequence
 from octavo.core.settings import SchedulerSettings
-from octavo.core.step import (
-    LAST_SAMPLED,
-    Drawn,
-    ScheduledSequence,
-    SequenceStart,
-    StepPlan,
-    StepResult,
-    TableUpdate,
-    TokenLogprobs,
-)
+from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult
 from octavo.errors import InternalError
 
 logger = logging.getLogger("octavo.core")
-
-
-class SequenceNews(NamedTuple):
-    """Tokens that a sequence gained in an update. `error`: the runner could not draw for it, the request ends."""
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
-    recomputed_tokens: int = 0
-    aborted: int = 0
-    deadlines: int = 0
-    finished: int = 0
-    peak_running: int = 0
-
-
-@dataclass(slots=True)
-class _Round:
-    """Decisions of one `schedule()` that are not committed yet."""
-
-    budget: int
-    decided: dict[Sequence, int] = field(default_factory=dict)
-    preempted: bool = False
-    swept: bool = False  # windows were swept
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A plan that has not reported back."""
-
-    plan: StepPlan
-    work: list[tuple[Sequence, int, int]]  # sequence, computed up to, epoch
 
 
 class Scheduler:
@@ -98,7 +46,7 @@ class Scheduler:
         self._next_seq_id = 0
         self._step = 0
         self._now = 0.0
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._ends: list[int] = []
         self._has_windows = any(g.window is not None for g in layout.groups)
         self._deadlines: dict[str, Request] = {}
@@ -173,20 +121,10 @@ class Scheduler:
     def _hand_over(self, leader: Sequence) -> None:
         """The sequence that computes the prompt for its siblings leaves: the next one takes its blocks over."""
         request = leader.request
-        if request.forked or not (leader.tables or request.swapped):
-            return
         heir = next((s for s in request.live() if s is not leader), None)
-        if heir is None or heir.tables:
+        if request.forked or heir is None or heir.tables or not (leader.tables or request.swapped):
             return
-        for table in leader.tables:
-            table.seq_id = heir.seq_id
-            table.forget_sent()
-        heir.tables, leader.tables = leader.tables, []
-        heir.num_computed, heir.num_done = leader.num_computed, leader.num_done
-        heir.num_published = leader.num_published
-        heir.keys = leader.keys[: leader.num_computed // self.memory.layout.block_size]
-        if request.swapped is not None and leader.seq_id in request.swapped:
-            request.swapped[heir.seq_id] = request.swapped.pop(leader.seq_id)
+        self.memory.hand_over(leader, heir)
         for flight in self._flights:
             flight.work = [(heir if s is leader else s, end, epoch) for s, end, epoch in flight.work]
 
@@ -230,8 +168,8 @@ class Scheduler:
         if self.memory.cache is not None:
             self.memory.cache.step = self._step
         self._expire(now)
-        round_ = _Round(self.settings.max_num_batched_tokens)
-        work = list(self._unfinished_work())
+        round_ = Round(self.settings.max_num_batched_tokens)
+        work = [item for request in self.running for item in work_of(request)]  # oldest request first
         for seq, missing in work:
             if missing == 1:
                 self._try(seq, 1, round_)
@@ -248,12 +186,7 @@ class Scheduler:
                 self.finish(seq, "deadline")
             self.counters.deadlines += 1
 
-    def _unfinished_work(self) -> Iterator[tuple[Sequence, int]]:
-        """(sequence, positions it lacks) of everything that runs, oldest request first."""
-        for request in self.running:
-            yield from _work_of(request)
-
-    def _try(self, seq: Sequence, missing: int, round_: _Round) -> None:
+    def _try(self, seq: Sequence, missing: int, round_: Round) -> None:
         """Give the sequence as many of its missing positions as budget and pool allow."""
         if seq.request.state is not RequestState.RUNNING or not round_.budget:
             return
@@ -284,7 +217,7 @@ class Scheduler:
             need += (live - 1) * self.memory.allocation.fork_cost(seq)
         return need
 
-    def _make_room(self, seq: Sequence, count: int, round_: _Round) -> bool:
+    def _make_room(self, seq: Sequence, count: int, round_: Round) -> bool:
         """Preempt newer requests until the blocks are there; False if they are not (yet)."""
         pool = self.memory.pool
         while (need := self._blocks_needed(seq, count)) > pool.num_available:
@@ -299,30 +232,21 @@ class Scheduler:
             self._preempt(victim, round_)
         return True
 
-    def _sweep_windows(self, round_: _Round) -> None:
+    def _sweep_windows(self, round_: Round) -> None:
         """Give back what lies behind the windows of everything that runs, also of beams that wait for each other.
 
         A long chunk leaves blocks behind that its sequence only gives back when it needs new ones itself.
         """
         round_.swept = True
-        for request in self.running:
-            for seq in request.live():
-                self.memory.allocation.release_behind_window(seq, seq.num_computed)
+        for seq in (s for r in self.running for s in r.live()):
+            self.memory.allocation.release_behind_window(seq, seq.num_computed)
 
     def _affordable(self, seq: Sequence, count: int) -> int:
         """The most positions, at most `count`, for which there are blocks."""
-        if self._blocks_needed(seq, count) <= self.memory.pool.num_available:
-            return count
-        low, high = 0, count - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._blocks_needed(seq, middle) <= self.memory.pool.num_available:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        available = self.memory.pool.num_available
+        return largest(count, lambda n: self._blocks_needed(seq, n) <= available)
 
-    def _preempt(self, victim: Request, round_: _Round) -> None:
+    def _preempt(self, victim: Request, round_: Round) -> None:
         """Take all blocks of a running request back; it waits again, at its old place."""
         round_.preempted = True
         for seq in victim.live():
@@ -350,7 +274,7 @@ class Scheduler:
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    def _admit(self, round_: _Round, now: float) -> None:
+    def _admit(self, round_: Round, now: float) -> None:
         """Let waiting requests in, in queue order, while there are seats, blocks and budget."""
         passed: list[Request] = []
         self.admission.begin_round()
@@ -373,28 +297,23 @@ class Scheduler:
         for request in passed:
             self.waiting.push(request)
 
-    def _start_running(self, request: Request, round_: _Round, now: float) -> None:
+    def _start_running(self, request: Request, round_: Round, now: float) -> None:
         self.admission.admit(request)
         request.state = RequestState.RUNNING
         insort(self.running, request, key=lambda r: r.key)
         if request.admitted_at is None:
             request.admitted_at = now
-        for seq, missing in list(_work_of(request)):
+        for seq, missing in list(work_of(request)):
             self._try(seq, missing, round_)
         self.admission.started(request)
 
-    # -- committing --------------------------------------------------------------------------------------------
-
-    def _commit(self, round_: _Round) -> StepPlan:
+    def _commit(self, round_: Round) -> StepPlan:
         """Turn decisions into a plan; from here on the step counts as computed."""
         starts: list[SequenceStart] = []
-        scheduled: list[ScheduledSequence] = []
-        work: list[tuple[Sequence, int, int]] = []
         # Copies of the forks below need this step's KV: they go with the next plan.
         transfers = self.memory.take_transfers()
-        for seq, count in round_.decided.items():
-            scheduled.append(self._commit_one(seq, count, starts))
-            work.append((seq, seq.num_computed, seq.epoch))
+        scheduled = [commit_sequence(self.memory, seq, count, starts) for seq, count in round_.decided.items()]
+        work = [(seq, seq.num_computed, seq.epoch) for seq in round_.decided]
         ends, self._ends = tuple(self._ends), []
         plan = StepPlan(self._step, tuple(scheduled), transfers, tuple(starts), ends)
         if plan.is_empty and self.requests and not self._flights:
@@ -402,64 +321,13 @@ class Scheduler:
                 f"step {self._step}: {len(self.running)} requests run and {len(self.waiting)} wait, but nothing can be "
                 f"planned ({self.memory.pool.num_available} of {self.memory.pool.num_blocks} blocks available)"
             )
-        self._flights.append(_Flight(plan, work))
+        self._flights.append(Flight(plan, work))
         self.memory.pool.fence(self._step)
         self.counters.steps += 1
         self.counters.computed_tokens += plan.num_tokens
         if starts:
-            running = sum(r.num_live() for r in self.running)
-            self.counters.peak_running = max(self.counters.peak_running, running)
+            self.counters.peak_running = max(self.counters.peak_running, sum(r.num_live() for r in self.running))
         return plan
-
-    def _commit_one(self, seq: Sequence, count: int, starts: list[SequenceStart]) -> ScheduledSequence:
-        request = seq.request
-        start, end = seq.num_computed, seq.num_computed + count
-        seq.num_computed = end
-        known = len(seq.token_ids)
-        tokens = tuple(seq.token_ids[start : min(end, known)]) + (LAST_SAMPLED,) * max(0, end - max(known, start))
-        self._open_row(seq, starts)
-        drawing: list[Sequence] = []
-        if end == seq.num_tokens:
-            drawing.append(seq)
-        if not request.forked and end >= request.prompt_len:
-            request.forked = True
-            for sibling in [s for s in request.live() if s is not seq and not s.tables]:
-                self.memory.fork(seq, sibling)
-                if sibling.num_tokens == end:
-                    drawing.append(sibling)
-                    self._open_row(sibling, starts)
-        for s in drawing:
-            s.num_pending += request.beam is None
-        updates: list[TableUpdate] = []
-        for table in seq.tables:
-            table.take_updates(updates)
-        wanted = request.sampling.prompt_logprobs
-        if wanted is not None and start + 1 >= request.prompt_len:
-            wanted = None
-        return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), tuple(s.seq_id for s in drawing), wanted)
-
-    def _open_row(self, seq: Sequence, starts: list[SequenceStart]) -> None:
-        if seq.started:
-            return
-        seq.started = True
-        for table in seq.tables:
-            table.forget_sent()
-        request = seq.request
-        params = request.runner_params
-        starts.append(
-            SequenceStart(
-                seq.seq_id,
-                request.request_id,
-                seq.index,
-                params,
-                tuple(seq.token_ids),
-                request.prompt_len,
-                request.seed,
-                request.end_ids,
-                request.bad_word_ids,
-                request.beam_state.num_candidates if request.beam else 0,
-            )
-        )
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -476,16 +344,16 @@ class Scheduler:
                 self.admission.computed(self.memory.publish(seq))
         for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
             if entries := result.prompt_logprobs.get(item.seq_id):
-                _keep_prompt_logprobs(seq.request, item.start, entries)
+                keep_prompt_logprobs(seq.request, item.start, entries)
         news: list[SequenceNews] = []
         beams: dict[str, Request] = {}
         asked = {seq.seq_id: (end, epoch) for seq, end, epoch in flight.work}
         for seq_id, drawn in result.drawn.items():
             seq_or_none = self._sequences.get(seq_id)
-            if seq_or_none is not None and not _is_stale(seq_or_none, asked.get(seq_id)):
+            if seq_or_none is not None and not is_stale(seq_or_none, asked.get(seq_id)):
                 self._take_drawn(seq_or_none, drawn, news, beams, now)
         for request in beams.values():
-            self._advance_beams(request)
+            advance_beams(request, self.memory, self.finish, self._new_sequence)
         return news
 
     def _take_drawn(
@@ -494,7 +362,10 @@ class Scheduler:
         request = seq.request
         if request.first_token_at is None:
             request.first_token_at = now
-        if drawn.error is not None:
+        if drawn.error is not None and request.beam is not None:
+            for other in list(request.live()):  # one beam less would be another answer
+                self.finish(other, "error", drawn.error)
+        elif drawn.error is not None:
             seq.num_pending = 0
             news.append(SequenceNews(seq, (), (), drawn.error))
             self.finish(seq, "error", drawn.error)
@@ -522,66 +393,8 @@ class Scheduler:
         elif len(seq.token_ids) >= request.max_len:
             self.finish(seq, "length")
 
-    # -- beams -----------------------------------------------------------------------------------------------------
-
-    def _advance_beams(self, request: Request) -> None:
-        """When every beam has reported: forks for beams with several continuations, ends for those with none."""
-        live = list(request.live())
-        if request.finished or not request.beam_state.is_ready(live):
-            return
-        going = request.beam_state.advance(live)
-        if not going:
-            for seq in live:
-                self.finish(seq, "beam")
-            return
-        first_use: set[int] = set()
-        forks = []
-        kept = {c.parent.seq_id for c in going}
-        with self.memory.unread_by_steps_in_flight():
-            for seq in live:
-                if seq.seq_id not in kept:
-                    self.finish(seq, "beam lost")
-        for c in going:
-            if c.parent.seq_id in first_use:
-                child = self._new_sequence(request, len(request.sequences), list(c.parent.token_ids))
-                self.memory.fork(c.parent, child)
-                forks.append((child, c))
-            else:
-                first_use.add(c.parent.seq_id)
-                forks.append((c.parent, c))
-        for seq, c in forks:
-            seq.token_ids.append(c.token_id)
-            seq.cumulative_logprob = c.cumulative_logprob
-        request.sequences = [s for s in request.sequences if not s.finished]
-        request.forked = True
-
     # -- trust ---------------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
         """Raise `AuditError` at the first contradiction. O(pool): for tests, debug and idle moments."""
         self.memory.audit(self.requests.values())
-
-
-def _is_stale(seq: Sequence, asked: tuple[int, int] | None) -> bool:
-    """Do a beam's candidates continue a text that it no longer has, or computed before a preemption?"""
-    return seq.request.beam is not None and asked != (len(seq.token_ids), seq.epoch)
-
-
-def _keep_prompt_logprobs(request: Request, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
-    """They are the request's: the sample that computed them may have ended since."""
-    store = request.prompt_logprobs
-    if not store:
-        store.extend([None] * request.prompt_len)
-    store[start + 1 : start + 1 + len(entries)] = entries
-
-
-def _work_of(request: Request) -> Iterator[tuple[Sequence, int]]:
-    """(sequence, positions it lacks). While siblings wait to fork, only the prompt is computed, by the first."""
-    leads = not request.forked and request.num_live() > 1
-    for seq in request.sequences:
-        if seq.finish_reason is not None or not seq.tables:
-            continue
-        missing = (request.prompt_len if leads else seq.num_tokens) - seq.num_computed
-        # With a step in flight the last token may be drawn already: nothing reads its KV.
-        if missing > 0 and not (seq.num_pending and seq.num_tokens >= request.max_len):
-            yield seq, missing

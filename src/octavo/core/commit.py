@@ -1,0 +1,63 @@
+"""From a decision to the words of a plan: one sequence's share of a step, and what the runner must be told about it."""
+
+from __future__ import annotations
+
+from octavo.core.memory import KVMemory
+from octavo.core.sequence import Sequence
+from octavo.core.step import LAST_SAMPLED, ScheduledSequence, SequenceStart, TableUpdate
+
+
+def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[SequenceStart]) -> ScheduledSequence:
+    """`count` more positions of `seq` count as computed from now on; siblings fork at the end of their prompt.
+
+    Rows that the runner must open for it are appended to `starts`.
+    """
+    request = seq.request
+    start, end = seq.num_computed, seq.num_computed + count
+    seq.num_computed = end
+    known = len(seq.token_ids)
+    tokens = tuple(seq.token_ids[start : min(end, known)]) + (LAST_SAMPLED,) * max(0, end - max(known, start))
+    _open_row(seq, starts)
+    drawing: list[Sequence] = []
+    if end == seq.num_tokens:
+        drawing.append(seq)
+    if not request.forked and end >= request.prompt_len:
+        request.forked = True
+        for sibling in [s for s in request.live() if s is not seq and not s.tables]:
+            memory.fork(seq, sibling)
+            if sibling.num_tokens == end:
+                drawing.append(sibling)
+                _open_row(sibling, starts)
+    for s in drawing:
+        s.num_pending += request.beam is None
+    updates: list[TableUpdate] = []
+    for table in seq.tables:
+        table.take_updates(updates)
+    wanted = request.sampling.prompt_logprobs
+    if wanted is not None and start + 1 >= request.prompt_len:
+        wanted = None
+    return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), tuple(s.seq_id for s in drawing), wanted)
+
+
+def _open_row(seq: Sequence, starts: list[SequenceStart]) -> None:
+    if seq.started:
+        return
+    seq.started = True
+    for table in seq.tables:
+        table.forget_sent()
+    request = seq.request
+    params = request.runner_params
+    starts.append(
+        SequenceStart(
+            seq.seq_id,
+            request.request_id,
+            seq.index,
+            params,
+            tuple(seq.token_ids),
+            request.prompt_len,
+            request.seed,
+            request.end_ids,
+            request.bad_word_ids,
+            request.beam_state.num_candidates if request.beam else 0,
+        )
+    )
