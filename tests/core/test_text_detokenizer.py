@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections.abc import Callable
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -192,18 +194,31 @@ def test_an_object_that_only_decodes_goes_through_the_window() -> None:
     assert detokenizer.push(broken)
 
 
-def test_cost_per_token_does_not_grow_with_the_text() -> None:
+def test_work_per_token_does_not_grow_with_the_text() -> None:
+    """Lines of Python run per token, counted: the same after 20 tokens and after 4,000."""
     tokenizer = byte_level()
     ids = tokenizer.encode("the quick brown fox " * 500).ids
+    detokenizer = Detokenizer(tokenizer)
+    lines = 0
 
-    def seconds(count: int) -> float:
-        detokenizer = Detokenizer(tokenizer)
-        begin = time.perf_counter()
-        for i in range(count):
-            detokenizer.push((ids[i % len(ids)],))
-        return time.perf_counter() - begin
+    def count(frame: FrameType, event: str, arg: object) -> Callable[..., object]:
+        nonlocal lines
+        lines += event == "line"
+        return count
 
-    seconds(100)
-    short = min(seconds(2_000) for _ in range(3))
-    long = min(seconds(40_000) for _ in range(2))
-    assert long < short * 20 * 3  # linear is 20; quadratic would be 400
+    def push(number: int) -> int:
+        nonlocal lines
+        lines = 0
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            for i in range(number):
+                detokenizer.push((ids[i % len(ids)],))
+        finally:
+            sys.settrace(before)
+        return lines
+
+    push(20)
+    early = push(100)
+    push(4_000)
+    assert push(100) <= early * 1.5
