@@ -337,4 +337,20 @@ def _hangs_on_rounding(ask: Ask, model: Path, backend: str) -> bool:
         engine = plain_engine(model, backend, **settings)
         answers.append(run_alone(engine, ask, copies))
         engine.close()
-    return any(compare(ask, answer, answers[0]) for answer in answers[1:])
+    return any(compare(ask, answer, answers[0]) for answer in answers[1:]) or _is_tied(ask, model, backend)
+
+
+def _is_tied(ask: Ask, model: Path, backend: str, tie: float = 1e-5) -> bool:
+    """Greedy, and where the two answers part, are the two tokens closer than float32 computes logits of this size?"""
+    params = ask.params
+    if isinstance(params, BeamSearchParams) or not params.greedy or params.needs_history or ask.output is None:
+        return False
+    engine = plain_engine(model, backend)
+    alone = run_alone(engine, replace(ask, params=replace(params, logprobs=4, deadline_ms=None)))
+    engine.close()
+    ours, theirs = ask.output.outputs[0].token_ids, alone.outputs[0].token_ids
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    if at is None or alone.outputs[0].logprobs is None:
+        return False
+    likely = alone.outputs[0].logprobs[at]
+    return ours[at] in likely and abs(likely[ours[at]].logprob - likely[theirs[at]].logprob) <= tie
