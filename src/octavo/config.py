@@ -89,6 +89,8 @@ class EngineConfig:
                 )
             if self.preemption == "swap":
                 raise ConfigError("preemption='swap' has no effect with allocation='static': it never preempts")
+            if not self.copy_on_write:
+                raise ConfigError("copy_on_write=False has no effect with allocation='static': it never shares")
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
@@ -169,6 +171,12 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
 
     choose("dtype", facts.dtype, "as asked" if config.dtype != "auto" else "fastest exact dtype of this device")
     choose("device", facts.device, "as asked" if config.device != "auto" else "the device found")
+    if config.cpu_kv_bytes is not None:
+        asked = f"cpu_kv_bytes={config.cpu_kv_bytes}"
+        if config.num_blocks is not None:
+            raise ConfigError(f"{asked} and num_blocks={config.num_blocks} both size the pool; give one of them")
+        if facts.device != "cpu":
+            raise ConfigError(f"{asked} has no effect on {facts.device}; use gpu_memory_utilization or num_blocks")
     if config.max_model_len is not None and config.max_model_len > facts.model_max_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} exceeds the model's {facts.model_max_len} positions; "

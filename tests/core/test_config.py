@@ -113,3 +113,10 @@ def test_a_pool_for_not_even_one_token_is_refused() -> None:
     empty = Facts(**{**vars(FACTS), "kv_budget_bytes": 100})
     with pytest.raises(ConfigError, match=r"the pool has 0 .*Longest length that fits: 0"):
         resolve(EngineConfig(), empty)
+
+
+def test_settings_that_would_have_no_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match="copy_on_write=False has no effect with allocation='static'"):
+        EngineConfig(allocation="static", copy_on_write=False)
+    with pytest.raises(ConfigError, match="cpu_kv_bytes=1048576 and num_blocks=64 both size the pool"):
+        resolve(EngineConfig(num_blocks=64, cpu_kv_bytes=1 << 20), FACTS)

@@ -104,7 +104,7 @@ def _settings(draw: random.Random) -> dict[str, Any]:
         "preemption": draw.choice(["auto", "swap"]) if swaps else "auto" if static else "recompute",
         "swap_bytes": draw.choice([1 << 18, 1 << 22]) if swaps else None,
         "max_preemptions": draw.choice([1, 2, 8]),
-        "copy_on_write": sharing,
+        "copy_on_write": sharing or static,
     }
 
 
