@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,6 +25,7 @@ def cache_dir() -> Path:
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
     """`write` fills a temporary file beside `target`, which is then renamed over it. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     temporary = Path(name)
@@ -31,3 +34,11 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Half-written files of runs that were killed: older than an hour, so that no writer of today is disturbed."""
+    for path in target.parent.glob(f".{target.name}.*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > 3600:
+                path.unlink()
