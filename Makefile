@@ -18,7 +18,7 @@ dev:
 	@tools/install.sh $(VENV) dev
 
 test: dev lint  ## lint, types, and all tests but the slow ones
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: dev lint  ## the slow ones too
 	@$(BIN)/python -m pytest -m "slow or not slow"

@@ -28,7 +28,7 @@ from octavo.models.load import LoadedModel, load_model, pick_dtype
 from octavo.models.spec import ModelSpec
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
-from octavo.runner.memory import Budget, cpu_budget, cuda_budget
+from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget, cuda_budget
 from octavo.runner.model_runner import ModelRunner, Profile
 
 # The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
@@ -171,9 +171,11 @@ def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: t
     if config.num_blocks is not None:
         return Budget(config.num_blocks * layout.bytes_per_block, "as asked")
     if device == "cpu":
-        if config.cpu_kv_bytes is not None:
-            return Budget(config.cpu_kv_bytes, f"cpu_kv_bytes={config.cpu_kv_bytes}")
-        return cpu_budget()
+        if config.cpu_kv_bytes is None:
+            return cpu_budget(config.gpu_memory_utilization)
+        if config.cpu_kv_bytes > (available := available_cpu_bytes()):
+            raise ConfigError(f"cpu_kv_bytes={config.cpu_kv_bytes}: {available} bytes are available; ask for less")
+        return Budget(config.cpu_kv_bytes, f"cpu_kv_bytes={config.cpu_kv_bytes}")
     peak = largest_step_bytes(
         model.decoder,
         model.spec,

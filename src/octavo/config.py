@@ -22,8 +22,9 @@ class EngineConfig:
 
     model: "gemma-3-270m" (the embedded default), a directory, a .gguf file, or a hub id. dtype: auto, float32,
     bfloat16, float16. num_blocks: physical blocks of the pool; None derives it from cpu_kv_bytes (CPU) or
-    gpu_memory_utilization (CUDA). max_model_len: longest prompt plus output; None: what the model and the pool allow.
-    allocation: "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence).
+    gpu_memory_utilization (on a CPU: at most that share of
+    the memory, what others use included). max_model_len: longest prompt plus output; None: what the model and the
+    pool allow. allocation: "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence).
     hybrid_kv: layers with a sliding window keep only their window. preemption: auto, recompute, swap.
     swap_bytes: host memory for swapped-out blocks. max_queue: most waiting requests (None: no limit).
     enforce_eager: no graphs, no compilation. record: file that receives arrivals and decisions for `octavo replay`.
@@ -58,6 +59,10 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value) and not (name == "tokenizer" and value is None):
+                raise ConfigError(f"{name}={value!r}: must be a name or a path, as a string")
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("device", ("auto", "cpu", "cuda"))
         self._choice("allocation", ("paged", "static"))
@@ -175,6 +180,9 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
         asked = f"cpu_kv_bytes={config.cpu_kv_bytes}"
         if config.num_blocks is not None:
             raise ConfigError(f"{asked} and num_blocks={config.num_blocks} both size the pool; give one of them")
+        if config.gpu_memory_utilization != EngineConfig.gpu_memory_utilization:
+            share = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+            raise ConfigError(f"{asked} and {share} both size the pool; give one of them")
         if facts.device != "cpu":
             raise ConfigError(f"{asked} has no effect on {facts.device}; use gpu_memory_utilization or num_blocks")
     if config.max_model_len is not None and config.max_model_len > facts.model_max_len:
@@ -194,12 +202,14 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
     if needed > num_blocks:
         fits = facts.longest_for_blocks(num_blocks)
         if config.max_model_len is not None or fits < 1:
+            remedy = "Lower max_model_len, or raise"
+            if fits < 1:
+                remedy = f"Even the shortest sequence needs {facts.blocks_for_longest(2)} blocks: raise"
             raise ConfigError(
                 f"the KV pool is too small: one sequence of max_model_len={wanted} tokens needs {needed} blocks "
                 f"({needed * facts.bytes_per_block / MIB:.1f} MiB), the pool has {num_blocks} "
                 f"({num_blocks * facts.bytes_per_block / MIB:.1f} MiB). Longest length that fits: {fits}. "
-                f"Lower max_model_len, or raise num_blocks or "
-                f"{'gpu_memory_utilization' if facts.device == 'cuda' else 'cpu_kv_bytes'}."
+                f"{remedy} num_blocks or {'gpu_memory_utilization' if facts.device == 'cuda' else 'cpu_kv_bytes'}."
             )
         choose("max_model_len", fits, f"the pool holds {fits} of the model's {facts.model_max_len} positions")
     elif config.max_model_len is None:

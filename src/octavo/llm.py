@@ -256,6 +256,7 @@ class LLM:
             self._driver.close()
 
     def __enter__(self) -> LLM:
+        self._live()
         return self
 
     def __exit__(
@@ -295,6 +296,8 @@ class LLM:
         if prompt.token_ids is not None:
             return prompt
         assert prompt.text is not None
+        if not prompt.text:
+            raise PromptError("the prompt is empty: give at least one character, or prompt_token_ids")
         ids = self._tokenizer("a text prompt needs one").encode(prompt.text)
         return Prompt(prompt.text, tuple(ids), prompt.cache_salt)
 

@@ -40,6 +40,8 @@ def _real(name: str, value: object, low: float, high: float, *, open_low: bool =
 
 
 def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
+    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+        raise _fail(name, value, "must be a list of token ids")
     ids = () if value is None else tuple(value)
     for i in ids:
         _int(f"{name} entry", i, 0)
@@ -49,6 +51,8 @@ def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...]:
 def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
+    if not isinstance(value, Iterable):
+        raise _fail(name, value, "must be a string or a list of strings")
     strings = (value,) if isinstance(value, str) else tuple(value)
     for s in strings:
         if not isinstance(s, str) or not s:
@@ -116,6 +120,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise _fail("logit_bias", self.logit_bias, "must map token ids to numbers")
             put(self, "logit_bias", {_as_id(k): v for k, v in self.logit_bias.items()})
         if self.top_k == -1:
             put(self, "top_k", 0)

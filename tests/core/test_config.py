@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -120,3 +120,16 @@ def test_settings_that_would_have_no_effect_are_refused() -> None:
         EngineConfig(allocation="static", copy_on_write=False)
     with pytest.raises(ConfigError, match="cpu_kv_bytes=1048576 and num_blocks=64 both size the pool"):
         resolve(EngineConfig(num_blocks=64, cpu_kv_bytes=1 << 20), FACTS)
+
+
+@pytest.mark.parametrize("model", [None, 5, ""])
+def test_a_model_is_named_by_a_string(model: object) -> None:
+    with pytest.raises(ConfigError, match="model=.*must be a name or a path"):
+        EngineConfig(model=model)  # type: ignore[arg-type]
+
+
+def test_a_pool_too_small_for_anything_says_how_many_blocks_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"Longest length that fits: 0\. Even the shortest sequence needs \d+ blocks"):
+        resolve(
+            EngineConfig(num_blocks=1), replace(FACTS, blocks_for_longest=lambda n: 6, longest_for_blocks=lambda n: 0)
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -140,3 +141,18 @@ def test_what_follows_from_the_fields() -> None:
 def test_beam_parameters(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingError, match=message):
         BeamSearchParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"stop": 5}, "stop=5: must be a string or a list of strings"),
+        ({"bad_words": 4}, "bad_words=4: must be a string or a list of strings"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5: must be a list of token ids"),
+        ({"allowed_token_ids": "12"}, "allowed_token_ids='12': must be a list of token ids"),
+        ({"logit_bias": 3}, "logit_bias=3: must map token ids to numbers"),
+    ],
+)
+def test_wrong_types_are_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(SamplingError, match=re.escape(says)):
+        SamplingParams(**given)

@@ -157,8 +157,11 @@ def test_this_machine_has_memory():
 
 
 def test_cpu_budget_is_four_gib_or_forty_percent():
-    assert memory.cpu_budget(100 << 30).bytes == 4 << 30
-    small = memory.cpu_budget(5 << 30)
+    assert memory.cpu_budget(1.0, 100 << 30, 128 << 30).bytes == 4 << 30
+    tight = memory.cpu_budget(0.24, 100 << 30, 128 << 30)
+    assert 0 < tight.bytes < 4 << 30 and "gpu_memory_utilization=0.24" in tight.reason
+    assert memory.cpu_budget(0.1, 100 << 30, 128 << 30).bytes == 0
+    small = memory.cpu_budget(1.0, 5 << 30, 8 << 30)
     assert small.bytes == int(0.4 * (5 << 30)) and "40% of the 5.0 GiB" in small.reason
 
 

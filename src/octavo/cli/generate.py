@@ -134,8 +134,12 @@ def _read_line(line: str, number: int) -> Any:
         return line
     try:
         return json.loads(line)
-    except json.JSONDecodeError:
-        return line  # text may begin with a brace
+    except json.JSONDecodeError as error:
+        if '":' in line or '": ' in line:  # meant as an object; other text may begin with a brace
+            raise PromptError(
+                f"not a JSON object ({error}): {line[:60]!r}; mend it, or write the prompt as plain text"
+            ) from None
+        return line
 
 
 def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:

@@ -98,7 +98,7 @@ def _group_size(counts: Seq[int]) -> int:
 
 def largest(high: int, fits: Callable[[int], bool], low: int = 0) -> int:
     """The largest n of low..high for which `fits(n)`; `fits` never holds again once it fails, and holds for `low`."""
-    if fits(high):
+    if low < high and fits(high):
         return high
     while low < high:
         middle = (low + high + 1) // 2

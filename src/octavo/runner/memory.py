@@ -99,10 +99,26 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def cpu_budget(available: int | None = None) -> Budget:
-    """KV bytes on a host when `cpu_kv_bytes` is not given: 40 % of what is available, at most 4 GiB."""
+def total_cpu_bytes() -> int:
+    """Physical memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_budget(utilization: float = 1.0, available: int | None = None, total: int | None = None) -> Budget:
+    """KV bytes on a host when `cpu_kv_bytes` is not given: 40 % of what is available, at most 4 GiB.
+
+    utilization: share of the whole memory that may be in use afterwards, by anybody (`gpu_memory_utilization`).
+    """
     if available is None:
         available = available_cpu_bytes()
+    if total is None:
+        total = total_cpu_bytes()
+    room = int(total * utilization) - (total - available)
+    if room < min(int(available * CPU_KV_SHARE), CPU_KV_DEFAULT):
+        taken = (total - available) / GIB
+        return Budget(
+            max(0, room), f"gpu_memory_utilization={utilization:g} of {total / GIB:.1f} GiB, {taken:.1f} in use"
+        )
     share = int(available * CPU_KV_SHARE)
     if share >= CPU_KV_DEFAULT:
         return Budget(CPU_KV_DEFAULT, f"4 GiB by default ({available / GIB:.1f} GiB are available)")
