@@ -124,7 +124,7 @@ def test_settings_that_would_have_no_effect_are_refused() -> None:
 
 @pytest.mark.parametrize("model", [None, 5, ""])
 def test_a_model_is_named_by_a_string(model: object) -> None:
-    with pytest.raises(ConfigError, match="model=.*must be a name or a path"):
+    with pytest.raises(ConfigError, match=r"model=.*must be a name or a path"):
         EngineConfig(model=model)  # type: ignore[arg-type]
 
 
