@@ -67,7 +67,7 @@ class Noting:
             plan,
             ends=(*self._ends, *plan.ends),
             starts=(*self._starts.values(), *plan.starts),
-            scheduled=tuple(replace(s, tables=(*self._tables.get(s.seq_id, ()), *s.tables)) for s in plan.scheduled),
+            scheduled=tuple(s._replace(tables=(*self._tables.get(s.seq_id, ()), *s.tables)) for s in plan.scheduled),
         )
         self._starts, self._tables, self._ends = {}, {}, []
         return plan

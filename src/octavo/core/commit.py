@@ -16,11 +16,12 @@ def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[Se
     start, end = seq.num_computed, seq.num_computed + count
     seq.num_computed = end
     known = len(seq.token_ids)
-    tokens = tuple(seq.token_ids[start : min(end, known)]) + (LAST_SAMPLED,) * max(0, end - max(known, start))
-    _open_row(seq, starts)
-    drawing: list[Sequence] = []
-    if end == seq.num_tokens:
-        drawing.append(seq)
+    tokens = tuple(seq.token_ids[start:end])
+    if end > known:
+        tokens += (LAST_SAMPLED,) * (end - max(known, start))
+    if not seq.started:
+        _open_row(seq, starts)
+    drawing = [seq] if end == seq.num_tokens else []
     if not request.forked and end >= request.prompt_len:
         request.forked = True
         for sibling in [s for s in request.live() if s is not seq and not s.tables]:
@@ -31,18 +32,18 @@ def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[Se
     for s in drawing:
         s.num_pending += request.beam is None
     updates: list[TableUpdate] = []
-    for table in seq.tables:
-        table.take_updates(updates)
-    wanted = request.sampling.prompt_logprobs
-    if wanted is not None and start + 1 >= request.prompt_len:
-        wanted = None
+    if seq.tables_changed:
+        seq.tables_changed = False
+        for table in seq.tables:
+            table.take_updates(updates)
+    wanted = request.sampling.prompt_logprobs if start + 1 < request.prompt_len else None
     return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), tuple(s.seq_id for s in drawing), wanted)
 
 
 def _open_row(seq: Sequence, starts: list[SequenceStart]) -> None:
     if seq.started:
         return
-    seq.started = True
+    seq.started = seq.tables_changed = True
     for table in seq.tables:
         table.forget_sent()
     request = seq.request

@@ -118,13 +118,19 @@ class KVMemory:
         seq.num_computed = seq.num_done = match.num_tokens
         seq.num_published = match.num_tokens // self.layout.block_size
 
-    def extend(self, seq: Sequence, start: int, upto: int) -> None:
-        """Blocks for positions start..upto-1, private where they will be written. Counted by the caller."""
+    def extend(self, seq: Sequence, start: int, upto: int) -> int:
+        """Blocks for positions start..upto-1, private where they will be written; returns how many were taken.
+
+        The caller has counted before.
+        """
+        before = self.pool.num_available
         copies = self.allocation.extend(seq, start, upto)
         seq.writable_until = len(seq.tables[0].ids) * self.layout.block_size
+        seq.tables_changed = True
         if copies:
             self.num_copies += len(copies)
             self._transfers += copies
+        return before - self.pool.num_available
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1

@@ -52,9 +52,9 @@ class Flight:
     work: list[tuple[Sequence, int, int]]  # sequence, computed up to, epoch
 
 
-def is_stale(seq: Sequence, asked: tuple[int, int] | None) -> bool:
+def is_stale(seq: Sequence, flight: Flight) -> bool:
     """Do a beam's candidates continue a text that it no longer has, or computed before a preemption?"""
-    return seq.request.beam is not None and asked != (len(seq.token_ids), seq.epoch)
+    return (seq, len(seq.token_ids), seq.epoch) not in flight.work
 
 
 def keep_prompt_logprobs(request: Request, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
@@ -71,7 +71,8 @@ def work_of(request: Request) -> Iterator[tuple[Sequence, int]]:
     for seq in request.sequences:
         if seq.finish_reason is not None or not seq.tables:
             continue
-        missing = (request.prompt_len if leads else seq.num_tokens) - seq.num_computed
+        known = request.prompt_len if leads else len(seq.token_ids) + seq.num_pending
+        missing = known - seq.num_computed
         # With a step in flight the last token may be drawn already: nothing reads its KV.
         if missing > 0 and not (seq.num_pending and seq.num_tokens >= request.max_len):
             yield seq, missing

@@ -172,7 +172,11 @@ class Scheduler:
         work = [item for request in self.running for item in work_of(request)]  # oldest request first
         for seq, missing in work:
             if missing == 1:
-                self._try(seq, 1, round_)
+                if seq.num_computed < seq.writable_until and round_.budget and seq.request.forked:
+                    round_.decided[seq] = 1  # a place in its own block: nothing to take
+                    round_.budget -= 1
+                else:
+                    self._try(seq, 1, round_)
         for seq, missing in work:
             if missing > 1:
                 self._try(seq, missing, round_)
@@ -201,9 +205,7 @@ class Scheduler:
             count = affordable
             if not count:
                 return
-            before = self.memory.pool.num_available
-            self.memory.extend(seq, seq.num_computed, seq.num_computed + count)
-            taken = before - self.memory.pool.num_available
+            taken = self.memory.extend(seq, seq.num_computed, seq.num_computed + count)
             logger.debug("request %s, sequence %d: took %d blocks", seq.request.request_id, seq.seq_id, taken)
         round_.decided[seq] = count
         round_.budget -= count
@@ -226,8 +228,7 @@ class Scheduler:
                 continue
             if need <= pool.num_available + pool.num_pending:
                 return False  # they come back when the step in flight is done
-            victim = choose_victim(self.running, seq.request)
-            if victim is None:
+            if (victim := choose_victim(self.running, seq.request)) is None:
                 return False
             self._preempt(victim, round_)
         return True
@@ -317,9 +318,9 @@ class Scheduler:
         ends, self._ends = tuple(self._ends), []
         plan = StepPlan(self._step, tuple(scheduled), transfers, tuple(starts), ends)
         if plan.is_empty and self.requests and not self._flights:
+            free = self.memory.pool.num_available
             raise InternalError(
-                f"step {self._step}: {len(self.running)} requests run and {len(self.waiting)} wait, but nothing can be "
-                f"planned ({self.memory.pool.num_available} of {self.memory.pool.num_blocks} blocks available)"
+                f"step {self._step}: no plan for {len(self.requests)} requests, {free} blocks available"
             )
         self._flights.append(Flight(plan, work))
         self.memory.pool.fence(self._step)
@@ -341,16 +342,17 @@ class Scheduler:
         for seq, end, epoch in flight.work:
             if seq.finish_reason is None and seq.epoch == epoch:
                 seq.num_done = end
-                self.admission.computed(self.memory.publish(seq))
-        for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
-            if entries := result.prompt_logprobs.get(item.seq_id):
-                keep_prompt_logprobs(seq.request, item.start, entries)
+                if end // self.memory.layout.block_size > seq.num_published:
+                    self.admission.computed(self.memory.publish(seq))
+        if result.prompt_logprobs:
+            for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
+                if entries := result.prompt_logprobs.get(item.seq_id):
+                    keep_prompt_logprobs(seq.request, item.start, entries)
         news: list[SequenceNews] = []
         beams: dict[str, Request] = {}
-        asked = {seq.seq_id: (end, epoch) for seq, end, epoch in flight.work}
         for seq_id, drawn in result.drawn.items():
             seq_or_none = self._sequences.get(seq_id)
-            if seq_or_none is not None and not is_stale(seq_or_none, asked.get(seq_id)):
+            if seq_or_none is not None and not (seq_or_none.request.beam_state and is_stale(seq_or_none, flight)):
                 self._take_drawn(seq_or_none, drawn, news, beams, now)
         for request in beams.values():
             advance_beams(request, self.memory, self.finish, self._new_sequence)
@@ -369,19 +371,19 @@ class Scheduler:
             seq.num_pending = 0
             news.append(SequenceNews(seq, (), (), drawn.error))
             self.finish(seq, "error", drawn.error)
-        elif request.beam is not None:
+        elif request.beam_state is not None:
             request.beam_state.offer(seq.seq_id, drawn.logprobs[0])
             beams[request.request_id] = request
         else:
             seq.num_pending -= 1
             taken = 0
-            for token in drawn.token_ids:
+            for taken, token in enumerate(drawn.token_ids, 1):  # noqa: B007 - `taken` is read after the loop
                 seq.token_ids.append(token)
-                taken += 1
                 self._check_end(seq, token)
                 if seq.finished:
                     break
-            seq.cumulative_logprob += sum(p.logprobs[0] for p in drawn.logprobs[:taken])
+            if drawn.logprobs:
+                seq.cumulative_logprob += sum(p.logprobs[0] for p in drawn.logprobs[:taken])
             news.append(SequenceNews(seq, drawn.token_ids[:taken], drawn.logprobs[:taken]))
 
     def _check_end(self, seq: Sequence, token: int) -> None:

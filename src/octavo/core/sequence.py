@@ -74,6 +74,7 @@ class Sequence:
         "started",
         "stop_reason",
         "tables",
+        "tables_changed",
         "token_ids",
         "writable_until",
     )
@@ -85,6 +86,7 @@ class Sequence:
         self.token_ids = token_ids
         self.prompt_len = request.prompt_len
         self.tables: list[BlockTable] = []
+        self.tables_changed = False  # entries that the runner has not seen
         self.num_computed = 0
         self.num_done = 0
         self.num_pending = 0  # drawn by a step in flight, value not known here yet

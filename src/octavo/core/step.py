@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
@@ -63,8 +63,7 @@ class SequenceStart:
     num_candidates: int = 0  # a beam: return this many candidates, draw nothing; `params` is then a neutral default
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step: compute `token_ids` at positions `start`, `start + 1`, …
 
     `sample_ids` are the sequences that draw a token from the logits of the last position: usually the
@@ -120,8 +119,7 @@ class TokenLogprobs:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What one sequence got from a step: its token(s), or for a beam the candidates.
 
     For a beam `token_ids` is empty and `logprobs` holds the candidates (best first, no chosen token in front,
