@@ -140,8 +140,7 @@ class Scheduler:
         if at < len(self.running) and self.running[at] is request:
             del self.running[at]
 
-    def sequence(self, seq_id: int) -> Sequence | None:
-        """A sequence that has not ended."""
+    def sequence(self, seq_id: int) -> Sequence | None:  # None: it has ended
         return self._sequences.get(seq_id)
 
     @property
@@ -153,8 +152,7 @@ class Scheduler:
         return len(self._flights)
 
     @property
-    def has_work(self) -> bool:
-        """Something to plan, or rows the runner should forget."""
+    def has_work(self) -> bool:  # or rows that the runner should forget
         return bool(self.requests or self._ends)
 
     # -- planning ------------------------------------------------------------------------------------------------
