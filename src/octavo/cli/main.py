@@ -7,6 +7,7 @@ OCTAVO_DEBUG in the environment shows tracebacks. NO_COLOR is honoured.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from octavo import logs
 
         logs.setup()
+        # A step makes thousands of short-lived tuples; this process is ours, so collect garbage less often.
+        gc.set_threshold(50_000, 20, 100)
         code: int = args.run(args) or 0
         sys.stdout.flush()
         return code
