@@ -135,7 +135,6 @@ def scheduler_settings(
         swap_block_tokens=swap_block_tokens(layout, spec, device),
         max_preemptions=config.max_preemptions,
         max_queue=config.max_queue,
-        debug=config.debug,
     )
 
 

@@ -13,7 +13,6 @@ from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIB = 1 << 20
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

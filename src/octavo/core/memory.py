@@ -40,7 +40,6 @@ class KVMemory:
         self.num_forks = 0
         self.num_swapped_out = 0
         self.num_swapped_in = 0
-        self.peak_filled = 0.0
 
     # -- prefix cache --------------------------------------------------------------------------------------------
 

@@ -30,4 +30,3 @@ class SchedulerSettings:
     max_queue: int | None = None
     priority_aging_s: float = 60.0
     max_in_flight: int = 1
-    debug: bool = False
