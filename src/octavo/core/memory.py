@@ -38,8 +38,6 @@ class KVMemory:
         self._transfers: list[BlockTransfer] = []
         self.num_copies = 0
         self.num_forks = 0
-        self.num_swapped_out = 0
-        self.num_swapped_in = 0
 
     # -- prefix cache --------------------------------------------------------------------------------------------
 
@@ -217,7 +215,6 @@ class KVMemory:
                 tables.append(ids)
             request.swapped[seq.seq_id] = tables
             self.allocation.close(seq)
-        self.num_swapped_out += len(moved)
         return len(moved)
 
     def swapped_size(self, request: Request) -> int:
@@ -247,7 +244,6 @@ class KVMemory:
                     self.host_pool.release(host)
             seq.num_published = 0  # its blocks are new: publish them again where the content is gone
         request.swapped = None
-        self.num_swapped_in += len(back)
 
     # -- for the plan --------------------------------------------------------------------------------------------
 
