@@ -28,7 +28,7 @@ def run(requests, *, block_size=4, num_blocks=400, **settings):
     layout = build_layout(SPEC.windows, block_size=block_size, bytes_per_token_layer=1)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_host_blocks": 0, **settings}
     scheduler = Scheduler(
-        layout=layout, settings=SchedulerSettings(num_blocks=num_blocks, max_model_len=LIMIT, debug=True, **settings)
+        layout=layout, settings=SchedulerSettings(num_blocks=num_blocks, max_model_len=LIMIT, **settings)
     )
     store = KVStore.allocate(layout, SPEC, num_blocks, dtype=torch.float32, num_host_blocks=settings["num_host_blocks"])
     store.cache.kv.fill_(float("nan"))
