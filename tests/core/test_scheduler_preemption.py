@@ -9,6 +9,7 @@ import pytest
 from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.core.preemption import prefers_swap, recompute_tokens
 from octavo.core.sequence import Request, RequestState
+from octavo.errors import CapacityError
 
 
 def crowded(num_blocks: int = 12, **settings: object) -> tuple[Rig, list[Request]]:
@@ -30,6 +31,20 @@ def test_answers_survive_preemption(way: str, caching: bool) -> None:
     if way == "swap":
         assert counters.swaps == counters.preemptions and counters.recomputed_tokens == 0
     rig.check_answers(*requests)
+    rig.check_empty()
+
+
+def test_a_preempted_request_takes_no_place_in_the_queue() -> None:
+    """`max_queue` bounds what has not begun; what was admitted once must not turn newcomers away."""
+    rig, requests = crowded(max_queue=4)
+    rig.until(lambda: any(q.num_preemptions and q in rig.scheduler.waiting for q in requests))
+    new = [rig.add(prompt(10, 9), max_tokens=3) for _ in range(4 - rig.scheduler.waiting.num_new)]
+    with pytest.raises(CapacityError, match="queue is full: 4 requests wait, max_queue=4"):
+        rig.add(prompt(3))
+    rig.scheduler.abort(next(q for q in requests if q.num_preemptions).request_id)
+    assert rig.scheduler.waiting.num_new == 4
+    rig.run()
+    rig.check_answers(*new)
     rig.check_empty()
 
 

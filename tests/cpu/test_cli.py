@@ -122,6 +122,8 @@ def test_prompts_from_a_file_and_from_standard_input(
         (["x", "--beam-width", "2", "--stream"], "--stream: no effect"),
         (["x", "--length-penalty", "2"], "--length-penalty: no effect without --beam-width"),
         (["x", "--logprobs", "2"], "--logprobs: no effect without --json"),
+        (["x", "--prompt-logprobs", "2"], "--prompt-logprobs: no effect without --json"),
+        (["x", "--early-stopping", "never"], "--early-stopping: no effect without --beam-width"),
         (["x", "--allocation", "static", "--prefix-caching"], "enable_prefix_caching=True has no effect"),
         ([""], "no prompt"),
     ],
@@ -166,15 +168,17 @@ def test_every_engine_setting_has_an_option_that_reaches_it() -> None:
         "max_num_batched_tokens": ("5", 5), "gpu_memory_utilization": ("0.5", 0.5), "cpu_kv_bytes": ("2MiB", 2 << 20),
         "swap_bytes": ("1k", 1000), "dtype": ("float32", "float32"), "device": ("cpu", "cpu"),
         "allocation": ("static", "static"), "load_format": ("dummy", "dummy"), "preemption": ("swap", "swap"),
-        "attention_backend": ("native", "native"),
+        "attention_backend": ("native", "native"), "max_preemptions": ("4", 4), "max_queue": ("6", 6),
+        "engine_seed": ("8", 8),
     }  # fmt: skip
     switches = {"prefix_caching": False, "hybrid_kv": False, "copy_on_write": False, "enforce_eager": True,
-                "engine_debug": True}  # fmt: skip
+                "engine_debug": True, "skip_tokenizer_init": True}  # fmt: skip
     given = ["generate", "x"]
     expected: dict[str, Any] = {}
     for name in options.ENGINE_SETTINGS:
         setting = options.RENAMED.get(name, name)
-        option = "--" + setting.removeprefix("enable_").replace("_", "-")
+        spelled = name if name == "engine_seed" else setting  # --seed is the request's
+        option = "--" + spelled.removeprefix("enable_").replace("_", "-")
         if name in switches:
             given.append(option if switches[name] else option.replace("--", "--no-", 1))
             expected[setting] = switches[name]
@@ -183,15 +187,15 @@ def test_every_engine_setting_has_an_option_that_reaches_it() -> None:
             given += [option, text]
     settings = options.engine_settings(build_parser().parse_args(given))
     assert settings == expected
-    # Everything of the engine is reachable but what a command line has no use for.
     left_out = {f.name for f in fields(EngineConfig)} - set(settings)
-    assert left_out == {"seed", "skip_tokenizer_init", "max_preemptions", "max_queue"}
+    assert not left_out
 
 
 ALL_SAMPLING = (
     "--n 2 --best-of 3 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 0.1 "
     "--frequency-penalty 0.2 --repetition-penalty 1.1 --seed 3 --max-tokens rest --min-tokens 2 --stop a --stop \\n "
-    "--stop-token-id 4 --include-stop --ignore-eos --logprobs 1 --deadline-ms 5"
+    "--stop-token-id 4 --include-stop --ignore-eos --logprobs 1 --prompt-logprobs 2 --deadline-ms 5 "
+    "--logit-bias 3=-1.5 --logit-bias 4=2 --allowed-token-id 7 --bad-word damn --no-skip-special-tokens"
 )
 
 
@@ -200,11 +204,10 @@ def test_every_sampling_option_reaches_its_parameter() -> None:
     settings = options.sampling_settings(given)
     assert set(settings) == set(options.SAMPLING_PARAMETERS)
     assert settings["stop"] == ["a", "\n"] and settings["max_tokens"] is None
+    assert settings["logit_bias"] == {3: -1.5, 4: 2.0} and settings["skip_special_tokens"] is False
     SamplingParams(**settings)
     left_out = {f.name for f in fields(SamplingParams)} - set(settings)
-    assert left_out == {
-        "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "detokenize", "skip_special_tokens"
-    }  # fmt: skip
+    assert left_out == {"detokenize"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from octavo.cli.options import (
 )
 from octavo.cli.terminal import bold, dim, notice
 from octavo.errors import PromptError
-from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from octavo.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ def add_parser(subparsers: Any) -> None:
     beams = parser.add_argument_group("beam search")
     beams.add_argument("--beam-width", type=int, metavar="W", help="beam search instead of sampling")
     beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours longer texts (1.0)")
+    beams.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        help="end when W texts are finished (true), or when no running beam is likely to (false), or can (never), win",
+    )
     add_sampling_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -137,7 +142,7 @@ def _read_line(line: str, number: int) -> Any:
     except json.JSONDecodeError as error:
         if '":' in line or '": ' in line:  # meant as an object; other text may begin with a brace
             raise PromptError(
-                f"not a JSON object ({error}): {line[:60]!r}; mend it, or write the prompt as plain text"
+                f"line {number}: not a JSON object ({error}): {line[:60]!r}; mend it, or write the prompt as plain text"
             ) from None
         return line
 
@@ -145,15 +150,18 @@ def _read_line(line: str, number: int) -> Any:
 def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
     given = sampling_settings(args)
     if args.beam_width is None:
-        refuse({"length_penalty": 1} if args.length_penalty is not None else {}, "without --beam-width")
-        refuse({"logprobs": 1} if "logprobs" in given and not args.json else {}, "without --json")
+        beam_only = ("length_penalty", "early_stopping")
+        refuse({k: 1 for k in beam_only if getattr(args, k) is not None}, "without --beam-width")
+        refuse({k: 1 for k in ("logprobs", "prompt_logprobs") if k in given and not args.json}, "without --json")
         return SamplingParams(**(DEFAULTS | given))
-    allowed = ("max_tokens", "stop_token_ids", "ignore_eos", "deadline_ms")
+    allowed = ("max_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "deadline_ms")
     refuse({k: v for k, v in given.items() if k not in allowed}, "with --beam-width")
     refuse({"stream": 1} if args.stream else {}, "with --beam-width")
     options = {"max_tokens": DEFAULTS["max_tokens"]} | given
     if args.length_penalty is not None:
         options["length_penalty"] = args.length_penalty
+    if args.early_stopping is not None:
+        options["early_stopping"] = {"true": True, "false": False}.get(args.early_stopping, args.early_stopping)
     return BeamSearchParams(beam_width=args.beam_width, **options)
 
 
@@ -222,7 +230,7 @@ def _heading(number: int, prompt: str | None) -> str:
 
 def output_as_json(output: RequestOutput) -> dict[str, Any]:
     """A request's output as plain values, with names as in `RequestOutput`."""
-    return {
+    result: dict[str, Any] = {
         "request_id": output.request_id,
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
@@ -230,6 +238,9 @@ def output_as_json(output: RequestOutput) -> dict[str, Any]:
         "outputs": [_sample_as_json(sample) for sample in output.outputs],
         "metrics": output.metrics,
     }
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [None if p is None else _logprobs_as_json(p) for p in output.prompt_logprobs]
+    return result
 
 
 def _sample_as_json(sample: CompletionOutput) -> dict[str, Any]:
@@ -242,5 +253,9 @@ def _sample_as_json(sample: CompletionOutput) -> dict[str, Any]:
         "cumulative_logprob": sample.cumulative_logprob,
     }
     if sample.logprobs is not None:
-        result["logprobs"] = [{str(i): asdict(p) for i, p in position.items()} for position in sample.logprobs]
+        result["logprobs"] = [_logprobs_as_json(position) for position in sample.logprobs]
     return result
+
+
+def _logprobs_as_json(position: dict[int, Logprob]) -> dict[str, Any]:
+    return {str(token): asdict(logprob) for token, logprob in position.items()}

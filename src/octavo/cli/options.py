@@ -15,17 +15,18 @@ from octavo.errors import SamplingError
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 #: Option of the command line -> setting of the engine, where the two differ.
-RENAMED = {"engine_debug": "debug", "prefix_caching": "enable_prefix_caching"}
+RENAMED = {"engine_debug": "debug", "engine_seed": "seed", "prefix_caching": "enable_prefix_caching"}
 ENGINE_SETTINGS = (
     "model", "tokenizer", "dtype", "device", "block_size", "num_blocks", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation", "hybrid_kv",
     "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write", "record",
-    "engine_debug",
+    "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "logprobs", "deadline_ms",
+    "ignore_eos", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
+    "deadline_ms",
 )  # fmt: skip
 
 
@@ -45,6 +46,15 @@ def token_count(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r}: must be a number of tokens, or "rest"') from None
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """ "1234=-5" -> (1234, -5.0)."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write TOKEN_ID=BIAS, such as 1234=-5") from None
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +83,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention-backend", choices=("auto", "reference", "native"))
     group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
     group.add_argument("--swap-bytes", type=byte_count, metavar="BYTES", help="host memory for preempted sequences")
+    group.add_argument("--max-preemptions", type=int, metavar="N", help="most times a request is pushed out (8)")
+    group.add_argument("--max-queue", type=int, metavar="N", help="most requests that may wait (no limit)")
+    group.add_argument("--engine-seed", type=int, metavar="N", help="repeatable noise for requests without --seed")
+    group.add_argument("--skip-tokenizer-init", action="store_true", default=None, help="token ids in and out only")
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no graphs, no compilation")
     group.add_argument("--record", metavar="FILE", help="write every decision to FILE, for `octavo replay`")
     group.add_argument(
@@ -106,6 +120,21 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
     group.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K most likely tokens at each place")
+    group.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="with --json: the K most likely tokens at each prompt place"
+    )
+    group.add_argument(
+        "--logit-bias",
+        type=token_bias,
+        action="append",
+        metavar="ID=BIAS",
+        help="add BIAS to a logit (may be repeated)",
+    )
+    group.add_argument("--allowed-token-id", dest="allowed_token_ids", type=int, action="append", metavar="ID")
+    group.add_argument("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="never write this text")
+    group.add_argument(
+        "--skip-special-tokens", action=argparse.BooleanOptionalAction, help="leave special tokens out of the text (on)"
+    )
     group.add_argument("--deadline-ms", type=float, metavar="MS", help="end after so many milliseconds")
 
 
@@ -122,6 +151,8 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         given["stop"] = [s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"]]
     if given.get("max_tokens") == "rest":
         given["max_tokens"] = None
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     return given
 
 

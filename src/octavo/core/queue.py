@@ -20,7 +20,13 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], int, Request]] = []
         self._tickets: dict[str, int] = {}  # request_id -> its live ticket
+        self._preempted: set[str] = set()  # those that ran before: they do not count against `max_queue`
         self._issued = 0
+
+    @property
+    def num_new(self) -> int:
+        """Waiting requests that have never run."""
+        return len(self._tickets) - len(self._preempted)
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -37,6 +43,8 @@ class WaitingQueue:
             return
         self._issued += 1
         self._tickets[request.request_id] = self._issued
+        if request.num_preemptions:
+            self._preempted.add(request.request_id)
         heappush(self._heap, (request.key, self._issued, request))
 
     def peek(self) -> Request | None:
@@ -51,12 +59,14 @@ class WaitingQueue:
             raise IndexError("the waiting queue is empty")
         heappop(self._heap)
         del self._tickets[request.request_id]
+        self._preempted.discard(request.request_id)
         return request
 
     def remove(self, request: Request) -> bool:
         """Take a request out from anywhere; False if it is not waiting."""
         if self._tickets.pop(request.request_id, None) is None:
             return False
+        self._preempted.discard(request.request_id)
         if len(self._heap) > 64 + 2 * len(self._tickets):  # mostly dead tickets
             self._heap = [item for item in self._heap if self._tickets.get(item[2].request_id) == item[1]]
             heapify(self._heap)

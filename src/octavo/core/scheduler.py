@@ -56,7 +56,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Take a request in, or refuse it with the numbers (`RequestError`). Nothing changes when it is refused."""
-        self.admission.check_at_the_door(request, self.requests, len(self.waiting))
+        self.admission.check_at_the_door(request, self.requests, self.waiting.num_new)
         request.key = (request.arrival + request.priority * self.settings.priority_aging_s, request.number)
         beam = request.beam
         if beam is not None:
