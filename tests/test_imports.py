@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
     "builder": "engine", "door": "engine", "request_text": "engine",
-    "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
+    "async_engine": "llm", "async_request": "llm", "latency": "llm", "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
     "__init__": "package", "__main__": "cli",
 }  # fmt: skip
 #: Single imports against the direction, with their reasons.

@@ -25,17 +25,19 @@ if TYPE_CHECKING:
         PromptError,
         RequestError,
         SamplingError,
+        UnavailableError,
     )
     from octavo.llm import LLM
     from octavo.outputs import (
         BeamSearchOutput,
         BeamSequence,
         CompletionOutput,
+        EmbeddingOutput,
         Logprob,
         RequestOutput,
         StreamDelta,
     )
-    from octavo.sampling_params import BeamSearchParams, SamplingParams
+    from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ _HOME = {
     "CapacityError": "errors",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "EmbeddingOutput": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "InternalError": "errors",
@@ -54,12 +57,15 @@ _HOME = {
     "Logprob": "outputs",
     "ModelError": "errors",
     "OctavoError": "errors",
+    "PoolingParams": "sampling_params",
     "PromptError": "errors",
     "RequestError": "errors",
     "RequestOutput": "outputs",
     "SamplingError": "errors",
     "SamplingParams": "sampling_params",
     "StreamDelta": "outputs",
+    "StructuredOutputs": "sampling_params",
+    "UnavailableError": "errors",
 }
 
 __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
@@ -70,6 +76,7 @@ __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
     "Engine",
     "EngineConfig",
     "InternalError",
@@ -77,12 +84,15 @@ __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
     "Logprob",
     "ModelError",
     "OctavoError",
+    "PoolingParams",
     "PromptError",
     "RequestError",
     "RequestOutput",
     "SamplingError",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputs",
+    "UnavailableError",
     "__version__",
 ]
 

@@ -7,6 +7,7 @@
     │   ├── SamplingError    a sampling parameter is out of range or contradicts another
     │   ├── PromptError      empty prompt, ids outside the vocabulary, longer than the limit
     │   └── CapacityError    can never fit the KV pool, or the queue is full
+    ├── UnavailableError     no engine to take the request now: it is loading, shutting down, or has stopped
     └── InternalError        a broken invariant: a bug in Octavo, never the caller's fault
         ├── OutOfBlocksError a caller took more blocks than the pool has (the scheduler never does)
         ├── BoundsError      a position, logical block or slot outside its table
@@ -44,6 +45,10 @@ class PromptError(RequestError):
 
 class CapacityError(RequestError):
     """The request can never fit the pool, or the queue is full."""
+
+
+class UnavailableError(OctavoError, RuntimeError):
+    """There is no engine to take the request: it is loading, shutting down, or has stopped."""
 
 
 class InternalError(OctavoError, RuntimeError):
