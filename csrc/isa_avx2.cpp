@@ -3,11 +3,13 @@
 #include "elementwise.h"
 #include "kernels.h"
 #include "linear.h"
+#include "vocabulary.h"
 
 namespace octavo {
 
 const KernelTable& avx2_kernels() {
-  static constexpr KernelTable table = {"avx2", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax};
+  static constexpr KernelTable table = {
+      "avx2", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

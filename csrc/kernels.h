@@ -137,6 +137,9 @@ struct ArgmaxArgs {
   bool threaded;
 };
 
+// Sampling looks at a row of logits in blocks of this many: 512 maxima and 512 sums stand for 262,144 values.
+inline constexpr int kVocabBlock = 512;
+
 struct KernelTable {
   const char* name;
   void (*pack)(const void* weight, DType type, int64_t n, int64_t k, int64_t stride, void* panels);
@@ -149,6 +152,10 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*gate)(const GateArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  // Per block of kVocabBlock: its largest value (NaN if there is one); the sum of e^((x - highest) / temperature).
+  void (*block_max)(const float* x, int64_t n, float* maxima);
+  void (*exp_sums)(const float* x, int64_t n, float highest, float temperature, float* sums);
+  void (*exps)(const float* x, int64_t n, float highest, float temperature, float* out);
 };
 
 const KernelTable& portable_kernels();

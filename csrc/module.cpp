@@ -6,9 +6,12 @@
 #include "kernels.h"
 #include "memory.h"
 #include "planner.h"
+#include "sampling.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <omp.h>
@@ -254,6 +257,62 @@ void argmax(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t rows, int64_t 
   kernels->argmax({at<const float>(x), at<int64_t>(out), x_stride, rows, dim, rows > 1 && worth_threads(rows * dim)});
 }
 
+std::vector<double> uniforms(const std::vector<uint64_t>& seeds, const std::vector<uint32_t>& samples,
+                             const std::vector<uint32_t>& positions, uint32_t stream) {
+  if (seeds.size() != samples.size() || seeds.size() != positions.size())
+    throw std::invalid_argument("seeds, samples and positions differ in length");
+  std::vector<double> out;
+  for (size_t i = 0; i < seeds.size(); ++i) out.push_back(uniform_at(seeds[i], samples[i], positions[i], stream));
+  return out;
+}
+
+// Draws from rows of logits: see sampling.h. Addresses of float32 rows [vocabulary] that stay until the next scan.
+class Sampling {
+ public:
+  explicit Sampling(int64_t vocabulary) : vocabulary_(vocabulary) {}
+
+  std::pair<std::vector<int64_t>, std::vector<float>> scan(const std::vector<uintptr_t>& rows) {
+    std::vector<const float*> addresses;
+    for (uintptr_t row : rows) addresses.push_back(at<const float>(row));
+    std::pair<std::vector<int64_t>, std::vector<float>> found;
+    vocabulary_.scan(*kernels, addresses, found.first, found.second);
+    return found;
+  }
+
+  // (row, temperature, top_k, top_p, min_p, uniform) per draw.
+  std::vector<int64_t> draw(const std::vector<std::tuple<int64_t, float, int64_t, double, double, double>>& draws) const {
+    std::vector<DrawParams> params;
+    for (const auto& [row, temperature, top_k, top_p, min_p, uniform] : draws) {
+      check_row(row);
+      params.push_back({row, temperature, top_k, top_p, min_p, uniform});
+    }
+    return vocabulary_.draw(*kernels, params);
+  }
+
+  // (ids, log-probabilities, rank) per row: the token (if not -1) in front, then the `count` most likely.
+  std::vector<std::tuple<std::vector<int64_t>, std::vector<float>, int64_t>> logprobs(
+      const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens, const std::vector<int64_t>& counts) const {
+    if (rows.size() != tokens.size() || rows.size() != counts.size())
+      throw std::invalid_argument("rows, tokens and counts differ in length");
+    for (size_t i = 0; i < rows.size(); ++i) {
+      check_row(rows[i]);
+      if (tokens[i] < -1 || tokens[i] >= vocabulary_.size())
+        throw std::out_of_range("token " + std::to_string(tokens[i]) + " is outside the vocabulary");
+    }
+    std::vector<std::tuple<std::vector<int64_t>, std::vector<float>, int64_t>> out;
+    for (RowLogprobs& entry : vocabulary_.logprobs(*kernels, rows, tokens, counts))
+      out.emplace_back(std::move(entry.ids), std::move(entry.values), entry.rank);
+    return out;
+  }
+
+ private:
+  void check_row(int64_t row) const {
+    if (row < 0 || row >= vocabulary_.scanned())
+      throw std::out_of_range("row " + std::to_string(row) + " was not scanned");
+  }
+  Vocabulary vocabulary_;
+};
+
 }  // namespace
 }  // namespace octavo
 
@@ -266,11 +325,17 @@ NB_MODULE(_native, m) {
   m.def("rotary", &rotary);
   m.def("gate", &gate);
   m.def("argmax", &argmax);
+  m.def("uniforms", &uniforms);
   nb::class_<PackedWeight>(m, "PackedWeight")
       .def(nb::init<uintptr_t, int, int64_t, int64_t, int64_t>())
       .def("run", &PackedWeight::run)
       .def("rows", &PackedWeight::rows)
       .def_prop_ro("bytes", &PackedWeight::bytes);
+  nb::class_<Sampling>(m, "Sampling")
+      .def(nb::init<int64_t>())
+      .def("scan", &Sampling::scan)
+      .def("draw", &Sampling::draw)
+      .def("logprobs", &Sampling::logprobs);
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<uintptr_t, int, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
                     const std::vector<int32_t>&>())

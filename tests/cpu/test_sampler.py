@@ -12,12 +12,22 @@ from scipy.stats import chi2
 
 from helpers.paged import fresh_seed
 from octavo.core.step import SequenceStart
+from octavo.kernels import cpu
 from octavo.runner import filters
 from octavo.runner.sampler import Draw, Sampler
 from octavo.runner.sampling_state import SamplingState
 from octavo.sampling_params import SamplingParams
 
 INF = float("inf")
+
+
+@pytest.fixture(autouse=True, params=["native", "numpy"])
+def _implementation(request, monkeypatch):
+    """Every test runs on the native kernels and on NumPy, their definition."""
+    if request.param == "numpy":
+        monkeypatch.setattr(cpu, "make_sampling", lambda vocab_size: None)
+    elif cpu.why_unavailable():
+        pytest.skip(cpu.why_unavailable())
 
 
 def state(vocab, tokens=(), prompt_len=None, *, seed=1, sample_index=0, end_ids=(), bad=(), beams=0, **params):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu.attention import NativeAttention as NativeAttention
     from octavo.kernels.cpu.ops import NativeOps as NativeOps
+    from octavo.kernels.cpu.sampling import NativeSampling as NativeSampling
     from octavo.kernels.interface import KVCache
     from octavo.kernels.ops import Ops
     from octavo.models.spec import ModelSpec
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "NativeAttention",
     "NativeOps",
+    "NativeSampling",
     "advise_huge_pages",
     "instruction_set",
     "make_ops",
+    "make_sampling",
     "supports",
     "why_unavailable",
 ]
@@ -68,6 +71,17 @@ def make_ops(dtype: torch.dtype) -> Ops:
     return NativeOps(dtype)
 
 
+def make_sampling(vocab_size: int) -> NativeSampling | None:
+    """Native sampling from rows of `vocab_size` logits; None when the kernels are not built (NumPy then does it)."""
+    from octavo.kernels.cpu.loader import problem
+
+    if problem():
+        return None
+    from octavo.kernels.cpu.sampling import NativeSampling
+
+    return NativeSampling(vocab_size)
+
+
 def __getattr__(name: str) -> Any:
     if name == "NativeAttention":
         from octavo.kernels.cpu.attention import NativeAttention
@@ -77,4 +91,8 @@ def __getattr__(name: str) -> Any:
         from octavo.kernels.cpu.ops import NativeOps
 
         return NativeOps
+    if name == "NativeSampling":
+        from octavo.kernels.cpu.sampling import NativeSampling
+
+        return NativeSampling
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
