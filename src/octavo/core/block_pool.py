@@ -42,6 +42,8 @@ class BlockPool:
         self.num_shared = 0
         self._pending: dict[int, int] = {}  # block -> last step that may read it
         self._fence: int | None = None
+        self.clock = 0  # the step planned last
+        self._released_at = array("i", bytes(4 * num_blocks))
         #: Called with a block id when its cached content is given up. Set by the prefix cache.
         self.on_evict: Callable[[int], None] = _nothing_cached
         self.peak_used = 0
@@ -140,6 +142,7 @@ class BlockPool:
             self.num_shared -= 1
         if count:
             return
+        self._released_at[block] = self.clock
         if self._fence is not None:
             self._pending[block] = self._fence
         else:
@@ -171,6 +174,8 @@ class BlockPool:
     def fence(self, step: int | None) -> None:
         """While set, released blocks wait until `settle(step)`: a step up to `step` may still read them."""
         self._fence = step
+        if step is not None:
+            self.clock = step
 
     def settle(self, step: int) -> None:
         """Every step up to `step` is complete: blocks that waited for it become available."""
@@ -215,6 +220,10 @@ class BlockPool:
                 f"the free list is broken behind block {last}: block {self._next[last]} is not linked back"
             )
         return order
+
+    def snapshot(self) -> tuple[array[int], array[int], bytes, frozenset[int]]:
+        """Copies for views, by block: counts, the step of the last release, published or not; and who is pending."""
+        return self._counts[:], self._released_at[:], bytes(self._published), frozenset(self._pending)
 
     def _walk(self) -> Iterator[int]:
         """The list from its head, as far as each block is linked back to the one before it (so never in a circle)."""

@@ -15,6 +15,7 @@ def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[Se
     request = seq.request
     start, end = seq.num_computed, seq.num_computed + count
     seq.num_computed = end
+    seq.last_step = memory.pool.clock + 1  # the step being planned
     known = len(seq.token_ids)
     tokens = tuple(seq.token_ids[start:end])
     if end > known:

@@ -7,12 +7,14 @@ released and handed to another sequence within one plan is read before it is wri
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from octavo.core.allocation import Allocation, PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.block_table import RELEASED
+from octavo.core.block_view import BlockEvent
 from octavo.core.kv_layout import KVLayout
 from octavo.core.prefix_cache import Match, PrefixCache
 from octavo.core.sequence import CacheReport, Miss, Request, Sequence
@@ -20,6 +22,8 @@ from octavo.core.settings import SchedulerSettings
 from octavo.core.static_allocation import StaticAllocation
 from octavo.core.step import BlockTransfer, TransferKind
 from octavo.errors import AuditError
+
+EVENTS_KEPT = 1024
 
 
 class KVMemory:
@@ -38,6 +42,8 @@ class KVMemory:
         self._transfers: list[BlockTransfer] = []
         self.num_copies = 0
         self.num_forks = 0
+        self.num_events = 0
+        self.events: deque[BlockEvent] = deque(maxlen=EVENTS_KEPT)  # for views: the latest
 
     # -- prefix cache --------------------------------------------------------------------------------------------
 
@@ -125,15 +131,14 @@ class KVMemory:
         seq.writable_until = len(seq.tables[0].ids) * self.layout.block_size
         seq.tables_changed = True
         if copies:
-            self.num_copies += len(copies)
-            self._transfers += copies
+            self._copied(seq, copies)
         return before - self.pool.num_available
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
         copies = self.allocation.fork(parent, child)
-        self.num_copies += len(copies)
-        self._transfers += copies
+        self._note("fork", child.seq_id, parent.seq_id, child.seq_id)
+        self._copied(child, copies)
         child.num_computed, child.num_done = parent.num_computed, parent.num_done
         child.num_published = parent.num_published
         # Only the shared tokens: a resumed parent knows keys of its own output already.
@@ -215,6 +220,7 @@ class KVMemory:
                 tables.append(ids)
             request.swapped[seq.seq_id] = tables
             self.allocation.close(seq)
+        self._note("swap out", next(iter(request.swapped), -1), len(moved), 0)
         return len(moved)
 
     def swapped_size(self, request: Request) -> int:
@@ -244,6 +250,19 @@ class KVMemory:
                     self.host_pool.release(host)
             seq.num_published = 0  # its blocks are new: publish them again where the content is gone
         request.swapped = None
+        self._note("swap in", next((s.seq_id for s in request.live()), -1), len(back), 0)
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, seq_id: int, source: int, destination: int) -> None:
+        self.num_events += 1
+        self.events.append(BlockEvent(self.num_events, self.pool.clock, kind, seq_id, source, destination))
+
+    def _copied(self, seq: Sequence, copies: list[BlockTransfer]) -> None:
+        self.num_copies += len(copies)
+        self._transfers += copies
+        for copy in copies:
+            self._note("copy", seq.seq_id, copy.source, copy.destination)
 
     # -- for the plan --------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class PrefixCache:
         self._windowed = [(i, w) for i, w in enumerate(self._windows) if w is not None]
         self._secret = token_bytes(32) if secret is None else secret
         self._entries: dict[bytes, _Entry] = {}
-        self._where: dict[int, tuple[bytes, int]] = {}  # block -> (key, group)
+        self._where: dict[int, tuple[bytes, int, bytes]] = {}  # block -> (key, group, parent)
         self._children: dict[bytes, dict[int, dict[bytes, None]]] = {}  # parent -> first token -> keys
         self._roots: dict[bytes, tuple[str | None, str | None]] = {}
         self._first_blocks: dict[tuple[int, ...], dict[bytes, None]] = {}  # tokens of block 0 -> keys
@@ -224,13 +224,13 @@ class PrefixCache:
         if self._pool.is_published(block):
             return False
         entry.blocks[group] = block
-        self._where[block] = (key, group)
+        self._where[block] = (key, group, parent)
         self._pool.publish(block)
         return True
 
     def _forget_block(self, block: int) -> None:
         """The pool gave the block's content up."""
-        key, group = self._where.pop(block)
+        key, group, _ = self._where.pop(block)
         self.counters.evictions += 1
         entry = self._entries[key]
         entry.blocks[group] = -1
@@ -308,11 +308,21 @@ class PrefixCache:
 
     def block_info(self, block: int) -> tuple[bytes, int] | None:
         """(key, group) of a published block, for views."""
-        return self._where.get(block)
+        place = self._where.get(block)
+        return place[:2] if place is not None else None
+
+    def places(self) -> dict[int, tuple[bytes, int, bytes]]:
+        """A copy for views: published block -> (key, group, key of the block before it)."""
+        return self._where.copy()
+
+    def tokens(self, block: int) -> tuple[int, ...]:
+        """What a published block holds; empty for any other."""
+        place = self._where.get(block)
+        return self._entries[place[0]].tokens if place is not None else ()
 
     def audit(self) -> None:
         """Every entry points at a published block with that key, and back."""
-        for block, (key, group) in self._where.items():
+        for block, (key, group, _) in self._where.items():
             if self._entries[key].blocks[group] != block:
                 raise AuditError(f"block {block}: its cache entry points at block {self._entries[key].blocks[group]}")
             if not self._pool.is_published(block):

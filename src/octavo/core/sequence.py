@@ -64,6 +64,7 @@ class Sequence:
         "finish_reason",
         "index",
         "keys",
+        "last_step",
         "num_computed",
         "num_done",
         "num_pending",
@@ -94,6 +95,7 @@ class Sequence:
         self.num_published = 0
         self.writable_until = 0  # positions below need no block and no copy before they are written
         self.started = False  # the runner has a row
+        self.last_step = 0  # the step that computed something for it most recently
         self.epoch = 0  # raised by preemption: results of older epochs bring tokens, not computed positions
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
