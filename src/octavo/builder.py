@@ -6,6 +6,7 @@ The only place that decides sizes. What is chosen for the caller, and why, goes 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -28,7 +29,7 @@ from octavo.models.load import LoadedModel, load_model, pick_dtype
 from octavo.models.spec import ModelSpec
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
-from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget, cuda_budget
+from octavo.runner.memory import Budget, available_bytes, available_cpu_bytes, cpu_budget, cuda_budget, total_cpu_bytes
 from octavo.runner.model_runner import ModelRunner, Profile
 
 # The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
@@ -104,7 +105,23 @@ def build_engine(
         tokenizer=model.tokenizer,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=tuple(eos),
+        hardware=_hardware(device, model, store, budget),
     )
+
+
+def _hardware(device: str, model: LoadedModel, store: KVStore, budget: Budget) -> dict[str, object]:
+    """The device and what its memory went to, in bytes, for reports."""
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": device,
+        "name": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "total_bytes": torch.cuda.mem_get_info(device)[1] if on_gpu else total_cpu_bytes(),
+        "available_bytes": available_bytes(device),
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes": store.device_bytes,
+        "activation_bytes": budget.activation_bytes,
+    }
 
 
 def layout_for(config: EngineConfig, spec: ModelSpec, itemsize: int) -> KVLayout:

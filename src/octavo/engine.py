@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig, Resolved
+from octavo.core.journal import FinishedRequest, Journal
 from octavo.core.record import Recorder
 from octavo.core.scheduler import Scheduler, SequenceNews
 from octavo.core.sequence import Request
 from octavo.core.step import Runner
-from octavo.core.view import PoolView, pool_view
+from octavo.core.view import PoolView, counters_of, pool_view
 from octavo.door import Door
 from octavo.errors import InternalError, RequestError
 from octavo.logs import logger
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start and gauges of now, computed when asked."""
+    """Counters since the start and gauges of now, computed when asked.
+
+    mean_sequences, mean_used_blocks: over the steps so far. steps_short_of_*: steps that left somebody waiting for
+    blocks, for a seat of max_num_seqs, or for the token budget.
+    """
 
     running: int
     waiting: int
@@ -58,6 +63,12 @@ class EngineStats:
     prefix_queried_tokens: int
     evictions: int
     miss_reasons: dict[str, int]
+    sequences: int
+    mean_sequences: float
+    mean_used_blocks: float
+    steps_short_of_blocks: int
+    steps_short_of_seats: int
+    steps_short_of_budget: int
     leaks_repaired: int
 
 
@@ -75,6 +86,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
+        hardware: dict[str, Any] | None = None,
     ) -> None:
         self.config: EngineConfig = resolved.config
         self.spec = spec
@@ -87,12 +99,13 @@ class Engine:
         self._texts: dict[str, RequestText] = {}
         self._aborted: list[RequestOutput] = []  # last outputs of requests that ended between two steps
         self._beams: dict[str, BeamSearchOutput] = {}
-        self._generated = 0
+        self.hardware: dict[str, Any] = hardware or {}  # device, memory and what it went to; empty without a model
+        self.journal = Journal()
         self._leaks = 0
         self._failure: BaseException | None = None
         self._recorder: Recorder | None = None
         if self.config.record is not None:
-            about = {"model": self.config.model, "vocab_size": vocab_size}
+            about = {**self.about(), "vocab_size": vocab_size}
             self._recorder = Recorder(self.config.record, scheduler.settings, scheduler.memory.layout, about)
 
     @classmethod
@@ -162,6 +175,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.step(now, plan, result)
         outputs = self._collect(news)
+        self.journal.stepped(self.scheduler, now)
         self._look_after()
         if logger.isEnabledFor(10):
             pool = self.scheduler.memory.pool
@@ -184,7 +198,7 @@ class Engine:
             text = self._texts.get(seq.request.request_id)
             if text is None:
                 continue
-            self._generated += len(item.token_ids)
+            self.journal.generated += len(item.token_ids)
             changed[seq.request.request_id] = text
             stop = text.push(item)
             if stop is not None:
@@ -202,6 +216,7 @@ class Engine:
 
     def _end(self, request: Request) -> list[RequestOutput]:
         """The last output of a request that has ended, if the engine knows it."""
+        self.journal.ended(request)
         text = self._texts.pop(request.request_id, None)
         if text is None:
             return []
@@ -239,37 +254,37 @@ class Engine:
         """setting -> {asked, chosen, why}."""
         return self._resolved.report()
 
+    def about(self) -> dict[str, Any]:
+        """What does not change while the engine runs: model, settings and hardware, as plain values."""
+        model: dict[str, Any] = {"name": self.config.model}
+        if self.spec is not None:
+            windows = [w for w in self.spec.windows if w is not None]
+            model |= {
+                "layers": self.spec.num_layers,
+                "windowed_layers": len(windows),
+                "window": max(windows, default=None),
+                "max_position_embeddings": self.spec.max_position_embeddings,
+            }
+        return {"model": model, "config": self.settings(), "hardware": self.hardware}
+
     def stats(self) -> EngineStats:
-        scheduler, memory = self.scheduler, self.scheduler.memory
-        cache = asdict(memory.cache.counters) if memory.cache is not None else {}
-        c = scheduler.counters
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            steps=c.steps,
-            computed_tokens=c.computed_tokens,
-            generated_tokens=self._generated,
-            finished=c.finished,
-            aborted=c.aborted,
-            deadlines=c.deadlines,
-            preemptions=c.preemptions,
-            swaps=c.swaps,
-            recomputed_tokens=c.recomputed_tokens,
-            copies=memory.num_copies,
-            forks=memory.num_forks,
-            usage=memory.pool.num_used / memory.pool.num_blocks,
-            free_blocks=memory.pool.num_free,
-            cached_blocks=memory.pool.num_cached,
-            peak_used_blocks=memory.pool.peak_used,
-            peak_sequences=c.peak_running,
-            prefix_queries=cache.get("queries", 0),
-            prefix_hits=cache.get("hits", 0),
-            prefix_hit_tokens=cache.get("hit_tokens", 0),
-            prefix_queried_tokens=cache.get("queried_tokens", 0),
-            evictions=cache.get("evictions", 0),
-            miss_reasons=cache.get("miss_reasons", {}),
-            leaks_repaired=self._leaks,
-        )
+        values = counters_of(self.scheduler)
+        return EngineStats(**values, generated_tokens=self.journal.generated, leaks_repaired=self._leaks)
+
+    def explain(self, request_id: str) -> FinishedRequest:
+        """What is remembered of a request that has ended: lengths, times, and what the prefix cache had of its prompt.
+
+        The latest few hundred are kept. Raises `RequestError` for any other. `octavo.inspect.explain` words it.
+        """
+        record = self.journal.find(request_id)
+        if record is None:
+            state = "is still running" if request_id in self._texts else "is not known (any more)"
+            raise RequestError(f"request {request_id!r} {state}; the latest finished requests can be explained")
+        return record
+
+    def now(self) -> float:
+        """The engine's clock, in seconds; its samples and reports are dated by it."""
+        return self._clock()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing done, while requests are running."""

@@ -53,6 +53,11 @@ class KVLayout:
         """Blocks *per group* that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
+    def static_bytes(self, max_model_len: int) -> int:
+        """Bytes that static allocation reserves for one sequence: every layer, the longest length, no padding."""
+        layers = sum(len(g.layers) for g in self.groups)
+        return self.blocks_for(max_model_len) * self.block_size * layers * self.bytes_per_token_layer
+
     def place(self, layer: int) -> tuple[int, int]:
         """(group, index inside the block) of a model layer."""
         for index, group in enumerate(self.groups):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from octavo.core.kv_layout import KVGroup, KVLayout
 from octavo.core.scheduler import Scheduler
@@ -136,7 +136,14 @@ class ReplayReport:
         return f"differs at step {self.step} (after {self.steps} equal steps): {self.what}"
 
 
-def replay(path: str | Path) -> ReplayReport:
+class Watcher(Protocol):
+    """Looks on while a run is repeated. step: after each one, with the number of tokens drawn in it."""
+
+    def begin(self, scheduler: Scheduler, about: dict[str, Any]) -> None: ...
+    def step(self, scheduler: Scheduler, drawn: int, now: float) -> None: ...
+
+
+def replay(path: str | Path, *, watcher: Watcher | None = None) -> ReplayReport:
     """Run a recording again on a fresh scheduler. Raises ConfigError for a file that is no recording."""
     events = _read(path)
     header = next(events, None)
@@ -145,6 +152,8 @@ def replay(path: str | Path) -> ReplayReport:
     layout = header["layout"]
     groups = tuple(KVGroup(tuple(g["layers"]), g["window"]) for g in layout.pop("groups"))
     scheduler = Scheduler(SchedulerSettings(**header["settings"]), KVLayout(groups=groups, **layout))
+    if watcher is not None:
+        watcher.begin(scheduler, header["about"])
     steps = requests = 0
     for event in events:
         match event["event"]:
@@ -161,14 +170,14 @@ def replay(path: str | Path) -> ReplayReport:
                 if seq is not None:
                     scheduler.finish(seq, event["reason"], event["stop_reason"])
             case "step":
-                difference = _replay_step(scheduler, event)
+                difference = _replay_step(scheduler, event, watcher)
                 if difference:
                     return ReplayReport(False, steps, requests, event["plan"]["step"], difference)
                 steps += 1
     return ReplayReport(True, steps, requests)
 
 
-def _replay_step(scheduler: Scheduler, event: dict[str, Any]) -> str:
+def _replay_step(scheduler: Scheduler, event: dict[str, Any], watcher: Watcher | None) -> str:
     """Plan and update once; what differs, or ""."""
     try:
         plan = scheduler.schedule(event["now"])
@@ -179,7 +188,9 @@ def _replay_step(scheduler: Scheduler, event: dict[str, Any]) -> str:
     for part in theirs:
         if ours[part] != theirs[part]:
             return f"{part}: recorded {_short(theirs[part])}, planned {_short(ours[part])}"
-    scheduler.update(_result(plan.step_id, event["drawn"]), event["now"])
+    news = scheduler.update(_result(plan.step_id, event["drawn"]), event["now"])
+    if watcher is not None:
+        watcher.step(scheduler, sum(len(n.token_ids) for n in news), event["now"])
     return ""
 
 

@@ -21,7 +21,11 @@ class SequenceNews(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start."""
+    """Since the start, but `live`: sequences of running requests now.
+
+    short_of_*: steps that left somebody waiting, by what was missing. sequence_steps and used_block_steps are sums over
+    the steps, so their means need no history.
+    """
 
     steps: int = 0
     computed_tokens: int = 0
@@ -31,7 +35,35 @@ class Counters:
     aborted: int = 0
     deadlines: int = 0
     finished: int = 0
+    live: int = 0
     peak_running: int = 0
+    sequence_steps: int = 0
+    used_block_steps: int = 0
+    short_of_blocks: int = 0
+    short_of_seats: int = 0
+    short_of_budget: int = 0
+
+    def count_step(self, tokens: int, used_blocks: int) -> None:
+        """A step was planned; O(1)."""
+        self.steps += 1
+        self.computed_tokens += tokens
+        self.sequence_steps += self.live
+        self.used_block_steps += used_blocks
+        if self.live > self.peak_running:
+            self.peak_running = self.live
+
+    def count_shortage(self, round_: Round, seats_left: int | None) -> None:
+        """Somebody still waits after the admissions of a step.
+
+        seats_left: what would be left of max_num_seqs if the one that was kept out came in; None: nobody was kept out
+        (the token budget ended first, or a prefix that it needs is being computed).
+        """
+        if seats_left is not None and seats_left >= 0:
+            self.short_of_blocks += 1
+        elif seats_left is not None:
+            self.short_of_seats += 1
+        elif not round_.budget:
+            self.short_of_budget += 1
 
 
 @dataclass(slots=True)
@@ -42,6 +74,7 @@ class Round:
     decided: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
     swept: bool = False  # windows were swept
+    kept_out: Request | None = None  # the first that waits for a seat or for blocks
 
 
 @dataclass(slots=True)
@@ -55,6 +88,17 @@ class Flight:
 def is_stale(seq: Sequence, flight: Flight) -> bool:
     """Do a beam's candidates continue a text that it no longer has, or computed before a preemption?"""
     return (seq, len(seq.token_ids), seq.epoch) not in flight.work
+
+
+def end_of(seq: Sequence, token: int) -> tuple[str, int | None] | None:
+    """(reason, stop reason) if the token just appended ends the sequence: a natural end, a stop id, a length limit.
+
+    Stop strings are text: the engine finds them.
+    """
+    request, params = seq.request, seq.request.sampling
+    if token in request.end_ids and seq.num_output > params.min_tokens:
+        return "stop", token if token in (params.stop_token_ids or ()) else None
+    return ("length", None) if len(seq.token_ids) >= request.max_len else None
 
 
 def keep_prompt_logprobs(request: Request, start: int, entries: tuple[TokenLogprobs, ...]) -> None:

@@ -22,7 +22,7 @@ from octavo.core.kv_layout import KVLayout, largest
 from octavo.core.memory import KVMemory
 from octavo.core.preemption import choose_victim, prefers_swap, recompute_tokens
 from octavo.core.queue import WaitingQueue
-from octavo.core.rounds import Counters, Flight, Round, SequenceNews, is_stale, keep_prompt_logprobs, work_of
+from octavo.core.rounds import Counters, Flight, Round, SequenceNews, end_of, is_stale, keep_prompt_logprobs, work_of
 from octavo.core.sequence import Request, RequestState, Sequence
 from octavo.core.settings import SchedulerSettings
 from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult
@@ -73,6 +73,7 @@ class Scheduler:
         self._next_seq_id += 1
         self._sequences[seq.seq_id] = seq
         request.sequences.append(seq)
+        self.counters.live += request.state is RequestState.RUNNING
         return seq
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -98,6 +99,7 @@ class Scheduler:
         held = self.memory.close(seq)
         self._forget_row(seq)
         request = seq.request
+        self.counters.live -= request.state is RequestState.RUNNING
         logger.debug(
             "request %s, sequence %d: ends (%s), freed %d blocks", request.request_id, seq.seq_id, reason, held
         )
@@ -178,7 +180,9 @@ class Scheduler:
         for seq, missing in work:
             if missing > 1:
                 self._try(seq, missing, round_)
-        if not round_.preempted:
+        if round_.preempted:
+            self.counters.short_of_blocks += 1
+        else:
             self._admit(round_, now)
         return self._commit(round_)
 
@@ -267,6 +271,7 @@ class Scheduler:
         self.admission.forget(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
+        self.counters.live -= victim.num_live()
         victim.state = RequestState.WAITING
         self._stop_running(victim)
         self.waiting.push(victim)
@@ -286,6 +291,7 @@ class Scheduler:
             if verdict is Verdict.NO_ROOM:
                 victim = self.admission.outranked(request, self.running)
                 if victim is None:
+                    round_.kept_out = request
                     break
                 seats -= seats_of(victim)
                 self._preempt(victim, round_)
@@ -295,10 +301,15 @@ class Scheduler:
             self._start_running(request, round_, now)
         for request in passed:
             self.waiting.push(request)
+        if len(self.waiting):
+            short = round_.kept_out
+            left = None if short is None else self.settings.max_num_seqs - seats - seats_of(short)
+            self.counters.count_shortage(round_, left)
 
     def _start_running(self, request: Request, round_: Round, now: float) -> None:
         self.admission.admit(request)
         request.state = RequestState.RUNNING
+        self.counters.live += request.num_live()
         insort(self.running, request, key=lambda r: r.key)
         if request.admitted_at is None:
             request.admitted_at = now
@@ -322,10 +333,7 @@ class Scheduler:
             )
         self._flights.append(Flight(plan, work))
         self.memory.pool.fence(self._step)
-        self.counters.steps += 1
-        self.counters.computed_tokens += plan.num_tokens
-        if starts:
-            self.counters.peak_running = max(self.counters.peak_running, sum(r.num_live() for r in self.running))
+        self.counters.count_step(plan.num_tokens, self.memory.pool.num_used)
         return plan
 
     # -- results -------------------------------------------------------------------------------------------------
@@ -377,21 +385,12 @@ class Scheduler:
             taken = 0
             for taken, token in enumerate(drawn.token_ids, 1):  # noqa: B007 - `taken` is read after the loop
                 seq.token_ids.append(token)
-                self._check_end(seq, token)
-                if seq.finished:
+                if (end := end_of(seq, token)) is not None:
+                    self.finish(seq, *end)
                     break
             if drawn.logprobs:
                 seq.cumulative_logprob += sum(p.logprobs[0] for p in drawn.logprobs[:taken])
             news.append(SequenceNews(seq, drawn.token_ids[:taken], drawn.logprobs[:taken]))
-
-    def _check_end(self, seq: Sequence, token: int) -> None:
-        """Natural end, stop id, or a length limit. (Stop strings are text: the engine finds them.)"""
-        request, params = seq.request, seq.request.sampling
-        if token in request.end_ids and seq.num_output > params.min_tokens:
-            named = token in (params.stop_token_ids or ())
-            self.finish(seq, "stop", token if named else None)
-        elif len(seq.token_ids) >= request.max_len:
-            self.finish(seq, "length")
 
     # -- trust ---------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from octavo.core.scheduler import Scheduler
+if TYPE_CHECKING:
+    from octavo.core.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,10 @@ class PoolView:
     of tables that hold it, used blocks only. filled_slots: slots of used blocks that hold a computed position;
     reserved_slots: all slots of used blocks; the difference is internal fragmentation (or, with static allocation,
     reserve). static_bytes_same_load: what static allocation would have reserved for the sequences that run now.
-    shared_saved_blocks: blocks that would be needed in addition if nothing were shared.
+    shared_saved_blocks: blocks that would be needed in addition if nothing were shared. fill: used block -> slots that
+    hold a computed position. released_blocks: per group, blocks given back behind its window that the running
+    sequences would still hold without windows (those inside a prompt that samples share count once).
+    static_bytes_per_sequence: what static allocation reserves for one sequence.
     """
 
     num_blocks: int
@@ -44,6 +49,12 @@ class PoolView:
     static_bytes_same_load: int
     shared_saved_blocks: int
     requests: dict[int, str] = field(default_factory=dict)  # seq_id -> request_id
+    fill: dict[int, int] = field(default_factory=dict)
+    released_blocks: tuple[int, ...] = ()
+    static_bytes_per_sequence: int = 0
+    num_tokens: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens known
+    num_computed: dict[int, int] = field(default_factory=dict)  # seq_id -> positions handed to a step
+    prompt_lens: dict[int, int] = field(default_factory=dict)  # seq_id -> prompt tokens
 
 
 def pool_view(scheduler: Scheduler) -> PoolView:
@@ -53,19 +64,24 @@ def pool_view(scheduler: Scheduler) -> PoolView:
     requests: dict[int, str] = {}
     counts: dict[int, int] = {}
     fill: dict[int, int] = {}
+    known: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    prompts: dict[int, int] = {}
     for request in scheduler.running:
         for seq in request.live():
             if not seq.tables:
                 continue
             tables[seq.seq_id] = [list(t.ids) for t in seq.tables]
             requests[seq.seq_id] = request.request_id
+            known[seq.seq_id], computed[seq.seq_id] = seq.num_tokens, seq.num_computed
+            prompts[seq.seq_id] = request.prompt_len
             for table in seq.tables:
                 for logical in range(table.first_live, len(table.ids)):
                     block = table.ids[logical]
                     counts[block] = pool.count(block)
                     used = min(layout.block_size, max(0, seq.num_computed - logical * layout.block_size))
                     fill[block] = max(fill.get(block, 0), used)
-    per_sequence = layout.blocks_for(scheduler.settings.max_model_len) * layout.num_groups * layout.bytes_per_block
+    per_sequence = layout.static_bytes(scheduler.settings.max_model_len)
     return PoolView(
         num_blocks=pool.num_blocks,
         num_free=pool.num_free,
@@ -93,4 +109,61 @@ def pool_view(scheduler: Scheduler) -> PoolView:
         static_bytes_same_load=len(tables) * per_sequence,
         shared_saved_blocks=sum(c - 1 for c in counts.values()),
         requests=requests,
+        fill=fill,
+        released_blocks=_released(scheduler),
+        static_bytes_per_sequence=per_sequence,
+        num_tokens=known,
+        num_computed=computed,
+        prompt_lens=prompts,
     )
+
+
+def _released(scheduler: Scheduler) -> tuple[int, ...]:
+    """Per group: blocks behind the window that the running sequences do not hold any more (or never took)."""
+    layout = scheduler.memory.layout
+    counts = [0] * layout.num_groups
+    for request in scheduler.running:
+        seqs = [s for s in request.live() if s.tables]
+        shared = request.prompt_len // layout.block_size
+        for group in range(layout.num_groups):
+            behind = [s.tables[group].first_live for s in seqs]
+            inside = max((min(b, shared) for b in behind), default=0)
+            counts[group] += inside + sum(max(0, b - shared) for b in behind)
+    return tuple(counts)
+
+
+def counters_of(scheduler: Scheduler) -> dict[str, Any]:
+    """Counters since the start and gauges of now, by the names of `EngineStats`. O(1)."""
+    memory, pool, c = scheduler.memory, scheduler.memory.pool, scheduler.counters
+    cache = memory.cache.counters if memory.cache is not None else None
+    return {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "steps": c.steps,
+        "computed_tokens": c.computed_tokens,
+        "finished": c.finished,
+        "aborted": c.aborted,
+        "deadlines": c.deadlines,
+        "preemptions": c.preemptions,
+        "swaps": c.swaps,
+        "recomputed_tokens": c.recomputed_tokens,
+        "copies": memory.num_copies,
+        "forks": memory.num_forks,
+        "usage": pool.num_used / pool.num_blocks,
+        "free_blocks": pool.num_free,
+        "cached_blocks": pool.num_cached,
+        "peak_used_blocks": pool.peak_used,
+        "peak_sequences": c.peak_running,
+        "prefix_queries": cache.queries if cache else 0,
+        "prefix_hits": cache.hits if cache else 0,
+        "prefix_hit_tokens": cache.hit_tokens if cache else 0,
+        "prefix_queried_tokens": cache.queried_tokens if cache else 0,
+        "evictions": cache.evictions if cache else 0,
+        "miss_reasons": dict(cache.miss_reasons) if cache else {},
+        "sequences": c.live,
+        "mean_sequences": c.sequence_steps / c.steps if c.steps else 0.0,
+        "mean_used_blocks": c.used_block_steps / c.steps if c.steps else 0.0,
+        "steps_short_of_blocks": c.short_of_blocks,
+        "steps_short_of_seats": c.short_of_seats,
+        "steps_short_of_budget": c.short_of_budget,
+    }

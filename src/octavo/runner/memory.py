@@ -26,10 +26,14 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes to spend on KV blocks, and the sentence that says why, for the settings report."""
+    """Bytes to spend on KV blocks, and the sentence that says why, for the settings report.
+
+    activation_bytes: the largest step's, where it was measured to find the budget.
+    """
 
     bytes: int
     reason: str
+    activation_bytes: int | None = None
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -134,6 +138,7 @@ def cuda_budget(utilization: float, activation_peak: int, device: torch.device |
         max(0, left),
         f"gpu_memory_utilization={utilization:g} of {total / GIB:.1f} GiB, minus {taken / GIB:.2f} GiB in use "
         f"and {activation_peak / GIB:.2f} GiB for the largest step",
+        activation_peak,
     )
 
 
