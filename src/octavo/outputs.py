@@ -42,7 +42,8 @@ class CompletionOutput:
 class RequestOutput:
     """One request. `num_cached_tokens`: prompt tokens that were taken from the prefix cache.
 
-    cache_report says how the prompt's blocks were found: blocks hit, and why the first miss missed.
+    cache_report says how the prompt's blocks were found: blocks hit, and why the first miss missed. embedding: the
+    vector of a finished pooling request (whose one output has neither text nor tokens, but the finish_reason).
     """
 
     request_id: str
@@ -54,6 +55,18 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cache_report: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
+    embedding: list[float] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt. `embedding`: one number for each hidden dimension of the model, float32 precision."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Everything is checked here, at construction, against fixed limits; checks that n
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -61,6 +62,74 @@ def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What a text must look like; exactly one of the five. Names are vLLM's.
+
+    json: a JSON schema (a mapping, or its text). json_object: any JSON object. regex: the whole text matches
+    (Rust's syntax, no look-around and no back-references). choice: one of these strings. grammar: a context-free
+    grammar in llguidance's Lark dialect. Needs the extra octavo[structured] and a tokenizer; what cannot be compiled
+    is refused when the request arrives, see docs/structured.md.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _fail("json_object", self.json_object, "must be True or False")
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if self.json is False:
+            raise _fail("json", False, "a schema that allows nothing; leave it out")
+        if len(given) != 1:
+            known = ", ".join(f.name for f in fields(self))
+            raise SamplingError(f"structured_outputs: give exactly one of {known}; got {', '.join(given) or 'none'}")
+        if self.choice is not None:
+            choices = () if isinstance(self.choice, str) else _strings("choice", self.choice)
+            if not choices:
+                raise _fail("choice", self.choice, "must be a non-empty list of strings")
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(choices)))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise _fail(name, value, "must be a non-empty string")
+        if self.json is not None and not isinstance(self.json, str):
+            try:
+                text = json.dumps(self.json, ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise SamplingError(f"json: the schema is not plain JSON ({error})") from None
+            object.__setattr__(self, "json", text)
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that was given."""
+        return next(f.name for f in fields(self) if getattr(self, f.name) not in (None, False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """What a prompt is to be turned into: one vector. Nothing is generated.
+
+    pooling: "mean" of the model's final hidden states (after the last norm) over all prompt tokens, or "last": the
+    state of the last one. normalize: scaled to length 1. deadline_ms as in `SamplingParams`.
+    """
+
+    pooling: str = "mean"
+    normalize: bool = True
+    deadline_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("mean", "last"):
+            raise _fail("pooling", self.pooling, 'must be "mean" or "last"')
+        if not isinstance(self.normalize, bool):
+            raise _fail("normalize", self.normalize, "must be True or False")
+        if self.deadline_ms is not None:
+            _real("deadline_ms", self.deadline_ms, 0.0, 1e12, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request.
 
@@ -70,8 +139,9 @@ class SamplingParams:
     repetition_penalty counts prompt and output. seed None: fresh noise for every request. stop / stop_token_ids
     end the text (the stop string is cut unless include_stop_str_in_output). max_tokens None: the rest of the
     context. logprobs k: the k most likely tokens and the chosen one, raw and in float32. prompt_logprobs k:
-    the same for prompt tokens (such a request does not read the prefix cache). deadline_ms: the request ends with
-    finish_reason "deadline" that many milliseconds after it arrived.
+    the same for prompt tokens (such a request does not read the prefix cache). structured_outputs: what the text must
+    look like (`StructuredOutputs`, or a mapping of its fields); the end is then the grammar's to decide.
+    deadline_ms: the request ends with finish_reason "deadline" that many milliseconds after it arrived.
     """
 
     n: int = 1
@@ -97,6 +167,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     deadline_ms: float | None = None
 
     def __init__(self, **given: Any) -> None:
@@ -125,6 +196,8 @@ class SamplingParams:
             put(self, "logit_bias", {_as_id(k): v for k, v in self.logit_bias.items()})
         if self.top_k == -1:
             put(self, "top_k", 0)
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", _structured(self.structured_outputs))
 
     def _check(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -164,8 +237,22 @@ class SamplingParams:
             raise _fail("stop", self.stop, "needs detokenize=True: stop strings are found in the text")
         if self.bad_words and not self.detokenize:
             raise _fail("bad_words", self.bad_words, "needs detokenize=True and a tokenizer")
+        if self.structured_outputs is not None:
+            self._check_structured()
         if self.temperature == 0 and self.num_sequences > 1:
             raise _fail("n", self.num_sequences, "greedy samples (temperature=0) are all the same; use n=1")
+
+    def _check_structured(self) -> None:
+        """What would take the last way out of a grammar is refused, so that every text can be completed."""
+        given = {
+            "min_tokens": (self.min_tokens > 0, "the grammar decides where the text may end; write the length into it"),
+            "ignore_eos": (self.ignore_eos, "the text ends where the grammar ends"),
+            "allowed_token_ids": (self.allowed_token_ids is not None, "it could forbid every token that fits"),
+            "bad_words": (bool(self.bad_words), "they could forbid every token that fits; exclude them in the grammar"),
+        }
+        for name, (present, reason) in given.items():
+            if present:
+                raise SamplingError(f"{name} together with structured_outputs: {reason}")
 
     @property
     def num_sequences(self) -> int:
@@ -212,6 +299,17 @@ class BeamSearchParams:
                 raise _fail(name, getattr(self, name), "must be True or False")
         if self.deadline_ms is not None:
             _real("deadline_ms", self.deadline_ms, 0.0, 1e12, open_low=True)
+
+
+def _structured(value: object) -> StructuredOutputs:
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise _fail("structured_outputs", value, "must be StructuredOutputs, or a mapping of its fields")
+    known = [f.name for f in fields(StructuredOutputs)]
+    if unknown := sorted(str(k) for k in value if k not in known):
+        raise SamplingError(f"structured_outputs: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    return StructuredOutputs(**value)
 
 
 def _as_id(key: object) -> object:
