@@ -61,7 +61,7 @@ class Vocabulary:
         empty = {i for i, text in enumerate(self.tokens) if not text}
         self._special = frozenset(i for i in {*tokenizer.special_ids, *self.ends, *empty} if i < vocab_size)
         self.first_alias = _first_alias(_table(tokenizer), self.tokens, self._special)
-        # llguidance names one end of its own; where the model has none, an id behind the vocabulary that is never drawn.
+        # llguidance names one end of its own; where the model has none, one behind the vocabulary.
         spare = [] if self.ends else [b"<|end of grammar|>"]
         source = _Source(tokenizer, self.tokens + spare, self.ends or (vocab_size,), sorted(self._special))
         self.backend = library.LLTokenizer(library.TokenizerWrapper(source), eos_token=list(self.ends) or [vocab_size])
