@@ -245,6 +245,14 @@ class LLM:
         """Counters of the engine so far."""
         return self._live().stats()
 
+    def explain(self, request_id: str) -> Any:
+        """How much of a finished request's prompt came from the prefix cache, and which block broke the chain and why.
+
+        A `FinishedRequest`: `str()` of it is the sentence. The latest few hundred are kept. The same for an output at
+        hand: `str(output.cache_report)`.
+        """
+        return self._live().explain(request_id)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False (and nothing done) while requests are running."""
         return self._live().reset_prefix_cache()

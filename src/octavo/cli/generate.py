@@ -19,7 +19,9 @@ from octavo.cli.options import (
     sampling_settings,
 )
 from octavo.cli.terminal import bold, dim, notice
+from octavo.core.reasons import report_text
 from octavo.errors import PromptError
+from octavo.inspect.explain import cache_report_as_json
 from octavo.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -58,6 +60,9 @@ def add_parser(subparsers: Any) -> None:
         "--json", action="store_true", help="one JSON object for each prompt (with --stream: each delta)"
     )
     output.add_argument("--show-blocks", action="store_true", help="block tables, usage, and what paging saved")
+    output.add_argument(
+        "--explain-cache", action="store_true", help="how much of each prompt was cached, and why not more"
+    )
     beams = parser.add_argument_group("beam search")
     beams.add_argument("--beam-width", type=int, metavar="W", help="beam search instead of sampling")
     beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours longer texts (1.0)")
@@ -156,7 +161,7 @@ def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
         return SamplingParams(**(DEFAULTS | given))
     allowed = ("max_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "deadline_ms")
     refuse({k: v for k, v in given.items() if k not in allowed}, "with --beam-width")
-    refuse({"stream": 1} if args.stream else {}, "with --beam-width")
+    refuse({name: 1 for name in ("stream", "explain_cache") if getattr(args, name)}, "with --beam-width")
     options = {"max_tokens": DEFAULTS["max_tokens"]} | given
     if args.length_penalty is not None:
         options["length_penalty"] = args.length_penalty
@@ -169,40 +174,49 @@ def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any)
     """The number of tokens drawn, and what prints the answers (a stream has printed its own by then)."""
     if isinstance(params, BeamSearchParams):
         found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks)
-        return sum(len(s.token_ids) for b in found for s in b.sequences), partial(_print_all, found, args.json)
+        return sum(len(s.token_ids) for b in found for s in b.sequences), partial(_print_all, found, args)
     if args.stream:
-        return _stream(llm, prompts[0], params, args.json), lambda: None
+        return _stream(llm, prompts[0], params, args), lambda: None
     # The block display and the progress bar would draw over each other.
     outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks)
-    return sum(len(s.token_ids) for o in outputs for s in o.outputs), partial(_print_all, outputs, args.json)
+    return sum(len(s.token_ids) for o in outputs for s in o.outputs), partial(_print_all, outputs, args)
 
 
-def _print_all(outputs: Sequence[RequestOutput | BeamSearchOutput], as_json: bool) -> None:
+def _print_all(outputs: Sequence[RequestOutput | BeamSearchOutput], args: argparse.Namespace) -> None:
     for number, output in enumerate(outputs):
         shown_number = number if len(outputs) > 1 else None
         if isinstance(output, BeamSearchOutput):
-            _print_beams(output, shown_number, as_json)
+            _print_beams(output, shown_number, args.json)
         else:
-            _print_output(output, shown_number, as_json)
+            _print_output(output, shown_number, args.json, args.explain_cache)
 
 
-def _stream(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool) -> int:
-    tokens = 0
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, args: argparse.Namespace) -> int:
+    tokens, request_id = 0, ""
     with llm.stream(prompt, params) as deltas:
         for delta in deltas:
             tokens += len(delta.token_ids)
-            if as_json:
+            request_id = delta.request_id
+            if args.json:
                 print(json.dumps(asdict(delta), ensure_ascii=False), flush=True)
             else:
                 print(delta.text, end="", flush=True)
-    if not as_json:
+    if not args.json:
         print()
+    if args.explain_cache and request_id:
+        record = llm.explain(request_id)
+        if args.json:
+            print(json.dumps({"cache_report": cache_report_as_json(record.cache_report, record.prompt_tokens)}))
+        else:
+            print(dim(f"cache: {record}"))
     return tokens
 
 
-def _print_output(output: RequestOutput, number: int | None, as_json: bool) -> None:
+def _print_output(output: RequestOutput, number: int | None, as_json: bool, explain: bool) -> None:
+    prompt_tokens = len(output.prompt_token_ids)
     if as_json:
-        print(json.dumps(output_as_json(output), ensure_ascii=False))
+        found = {"cache_report": cache_report_as_json(output.cache_report, prompt_tokens)} if explain else {}
+        print(json.dumps(output_as_json(output) | found, ensure_ascii=False))
         return
     if number is not None:
         print(bold(_heading(number, output.prompt)))
@@ -211,6 +225,8 @@ def _print_output(output: RequestOutput, number: int | None, as_json: bool) -> N
         print((dim(f"[{sample.index}] ") if several else "") + sample.text)
         if sample.finish_reason not in ("stop", "length"):
             notice(f"sample {sample.index} ended early: {sample.finish_reason}")
+    if explain:
+        print(dim(f"cache: {report_text(output.cache_report, prompt_tokens)}"))
 
 
 def _print_beams(beams: BeamSearchOutput, number: int | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from octavo.core.reasons import report_text
 from octavo.core.sequence import CacheReport, Request
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class FinishedRequest:
     admitted_at: float | None
     first_token_at: float | None
     finished_at: float | None
+
+    def __str__(self) -> str:
+        return f"{self.request_id}: {report_text(self.cache_report, self.prompt_tokens)}"
 
 
 @dataclass(slots=True)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.core.reasons import report_text
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.core.block_table import BlockTable
+    from octavo.core.step import Constraint
 
 DEFAULT_PARAMS = SamplingParams()
 
@@ -37,7 +39,8 @@ class Miss:
     """Why the prefix cache did not go on after the last hit.
 
     kind: "none" (everything usable was hit), "off", "partial block" (fewer tokens left than a block), "different
-    token", "salt", "adapter", "evicted", "never seen", "prompt logprobs" (the request must compute its prompt).
+    token", "salt", "adapter", "evicted", "never seen", "prompt logprobs" or "mean pooling" (the request must compute
+    its whole prompt).
     """
 
     kind: str
@@ -53,6 +56,9 @@ class CacheReport:
     blocks_hit: int
     tokens_hit: int
     miss: Miss
+
+    def __str__(self) -> str:
+        return report_text(self)
 
 
 class Sequence:
@@ -129,7 +135,7 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         arrival: float,
         number: int,
@@ -140,6 +146,7 @@ class Request:
         end_ids: tuple[int, ...] = (),
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         max_len: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -153,7 +160,9 @@ class Request:
         self.adapter = adapter
         self.end_ids = end_ids
         self.bad_word_ids = bad_word_ids
-        self.max_len = max_len  # prompt + output, at most
+        self.max_len = max_len  # prompt + output, at most; for a pooling request prompt + 1
+        self.constraint = constraint
+        self.embedding: list[float] | None = None  # of a finished pooling request
         self.key: tuple[float, int] = (arrival, number)
         self.state = RequestState.WAITING
         self.sequences: list[Sequence] = []
@@ -171,7 +180,7 @@ class Request:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling parameters; neutral ones for a beam search."""
+        """Sampling parameters; neutral ones for a beam search or a pooling request."""
         return self.params if isinstance(self.params, SamplingParams) else DEFAULT_PARAMS
 
     @property
@@ -185,9 +194,20 @@ class Request:
         return self.params if isinstance(self.params, BeamSearchParams) else None
 
     @property
+    def pooling(self) -> PoolingParams | None:
+        return self.params if isinstance(self.params, PoolingParams) else None
+
+    @property
+    def unread_cache(self) -> str | None:
+        """Why its whole prompt must be computed, cached or not; None where cached blocks may be taken."""
+        if self.sampling.prompt_logprobs is not None:
+            return "prompt logprobs"
+        return "mean pooling" if self.pooling is not None and self.pooling.pooling == "mean" else None
+
+    @property
     def width(self) -> int:
         """Sequences it may run at once."""
-        return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.num_sequences
+        return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.sampling.num_sequences
 
     @property
     def deadline(self) -> float | None:
@@ -204,6 +224,8 @@ class Request:
         return (s for s in self.sequences if s.finish_reason is None)
 
     def num_live(self) -> int:
+        if len(self.sequences) == 1:
+            return int(self.sequences[0].finish_reason is None)
         return sum(1 for _ in self.live())
 
     def __repr__(self) -> str:
