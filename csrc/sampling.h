@@ -61,7 +61,7 @@ class Vocabulary {
     rows_ = rows;
     const int64_t count = static_cast<int64_t>(rows.size());
     maxima_.resize(static_cast<size_t>(count * blocks_));
-    by_chunks(count, [&](int64_t r, int64_t first, int64_t values) {
+    by_chunks(count, 1, [&](int64_t r, int64_t first, int64_t values) {
       k.block_max(rows_[r] + first * kVocabBlock, values, maxima(r) + first);
     });
     best.assign(rows.size(), 0);
@@ -73,14 +73,14 @@ class Vocabulary {
   std::vector<int64_t> draw(const KernelTable& k, const std::vector<DrawParams>& draws) const {
     const int64_t count = static_cast<int64_t>(draws.size());
     std::vector<float> sums(static_cast<size_t>(count * blocks_));
-    by_chunks(count, [&](int64_t i, int64_t first, int64_t values) {
+    by_chunks(count, 4, [&](int64_t i, int64_t first, int64_t values) {
       const DrawParams& d = draws[i];
       if (d.top_k || (d.top_p >= 1 && d.min_p > 0)) return;  // needs no sum over the whole vocabulary
       k.exp_sums(rows_[d.row] + first * kVocabBlock, values, highest_[d.row], d.temperature,
                  sums.data() + i * blocks_ + first);
     });
     std::vector<int64_t> tokens(draws.size());
-#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * 8))
+#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * kFinish))
     for (int64_t i = 0; i < count; ++i) {
       const DrawParams& d = draws[i];
       const float* own = sums.data() + i * blocks_;
@@ -95,12 +95,12 @@ class Vocabulary {
                                     const std::vector<int64_t>& tokens, const std::vector<int64_t>& counts) const {
     const int64_t count = static_cast<int64_t>(rows.size());
     std::vector<float> sums(static_cast<size_t>(count * blocks_));
-    by_chunks(count, [&](int64_t i, int64_t first, int64_t values) {
+    by_chunks(count, 4, [&](int64_t i, int64_t first, int64_t values) {
       k.exp_sums(rows_[rows[i]] + first * kVocabBlock, values, highest_[rows[i]], 1.0f,
                  sums.data() + i * blocks_ + first);
     });
     std::vector<RowLogprobs> out(rows.size());
-#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * 8))
+#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * kFinish))
     for (int64_t i = 0; i < count; ++i) {
       RowLogprobs& entry = out[i];
       const float* row = rows_[rows[i]];
@@ -121,33 +121,43 @@ class Vocabulary {
   int64_t scanned() const { return static_cast<int64_t>(rows_.size()); }
 
  private:
-  static constexpr int64_t kChunk = 32;         // blocks of a thread's turn: 64 KiB of logits
-  static constexpr size_t kSortAtMost = 2048;   // more candidates are thinned out before they are sorted
-  static constexpr int kBins = 0x3F81;          // upper halves of the floats 0 to 1
+  static constexpr int64_t kChunk = 64;  // blocks of a thread's turn: 128 KiB of logits
+  static constexpr int64_t kFinish = 300;  // what is left after the sums of a draw, in blocks' time
+  static constexpr int kBins = 0x3F81;  // upper halves of the floats 0 to 1
 
+  // Ids (ascending) and their weights. Room for all is made once, and elements are written before it is known whether
+  // they count: a branch on random values costs more than a store.
   struct Candidates {
-    std::vector<int64_t> ids;
+    std::vector<int32_t> ids;
     std::vector<float> weights;
-    void add(int64_t id, float w) { ids.push_back(id), weights.push_back(w); }
-    // Keep those for which keep[i].
-    void filter(const std::vector<char>& keep) {
-      size_t n = 0;
-      for (size_t i = 0; i < ids.size(); ++i)
-        if (keep[i]) ids[n] = ids[i], weights[n] = weights[i], ++n;
-      ids.resize(n), weights.resize(n);
+    int64_t count = 0;
+
+    void reserve(int64_t n) {
+      if (static_cast<int64_t>(ids.size()) < n) ids.resize(static_cast<size_t>(n)), weights.resize(static_cast<size_t>(n));
+    }
+    template <class Keep>
+    void filter(const Keep& keep) {
+      int64_t n = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const float w = weights[i];
+        ids[n] = ids[i], weights[n] = w;
+        n += keep(w);
+      }
+      count = n;
     }
   };
 
   const float* maxima(int64_t r) const { return maxima_.data() + r * blocks_; }
   float* maxima(int64_t r) { return maxima_.data() + r * blocks_; }
   int64_t values_of(int64_t block) const { return std::min<int64_t>(kVocabBlock, size_ - block * kVocabBlock); }
-  bool worth_threads(int64_t blocks) const { return blocks > 64 && omp_get_max_threads() > 1; }
+  // Waking a thread costs about as much as reading a thousand blocks.
+  static bool worth_threads(int64_t blocks) { return blocks > 1024 && omp_get_max_threads() > 1; }
 
-  // f(row, first block, number of values) over all rows, a chunk of blocks at a time, on all threads.
+  // cost: of a block, in times of reading it. f(row, first block, number of values) over all rows, a chunk of blocks at a time, on all threads.
   template <class F>
-  void by_chunks(int64_t count, const F& f) const {
+  void by_chunks(int64_t count, int64_t cost, const F& f) const {
     const int64_t chunks = (blocks_ + kChunk - 1) / kChunk;
-#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * blocks_))
+#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(count * blocks_ * cost))
     for (int64_t i = 0; i < count * chunks; ++i) {
       const int64_t first = i % chunks * kChunk;
       f(i / chunks, first, std::min<int64_t>(kChunk * kVocabBlock, size_ - first * kVocabBlock));
@@ -242,7 +252,8 @@ class Vocabulary {
   }
 
   int64_t draw_filtered(const KernelTable& k, const DrawParams& d, const float* sums) const {
-    Candidates c;
+    static thread_local Candidates c;
+    c.count = 0;
     double total = 0;
     if (d.top_k) {
       total = top_k_candidates(k, d, c);
@@ -255,33 +266,49 @@ class Vocabulary {
       heavy_candidates(k, d, static_cast<float>(floor), c);
     }
     if (d.top_p < 1) nucleus(c, d.top_p * total);
-    if (d.min_p > 0) {
-      std::vector<char> likely(c.ids.size());
-      for (size_t i = 0; i < c.ids.size(); ++i) likely[i] = c.weights[i] >= static_cast<float>(d.min_p);
-      c.filter(likely);
+    const float least = static_cast<float>(d.min_p);
+    if (least > 0) c.filter([least](float w) { return w >= least; });
+    return c.ids[static_cast<size_t>(pick(c.weights.data(), c.count, d.uniform))];
+  }
+
+  // The first index whose running sum exceeds uniform times the total, by groups, then inside one.
+  static int64_t pick(const float* weights, int64_t count, double uniform) {
+    constexpr int64_t kGroup = 256;
+    std::vector<double> groups;
+    double total = 0;
+    for (int64_t i = 0; i < count; i += kGroup) {
+      double part[4] = {0, 0, 0, 0};
+      for (int64_t j = i; j < std::min(count, i + kGroup); ++j) part[j & 3] += static_cast<double>(weights[j]);
+      groups.push_back(total += (part[0] + part[1]) + (part[2] + part[3]));
     }
-    const std::vector<double> cumulative = running_sum(c.weights.data(), static_cast<int64_t>(c.weights.size()));
-    return c.ids[static_cast<size_t>(first_above(cumulative, d.uniform * cumulative.back()))];
+    const double target = uniform * total;
+    const int64_t group = first_above(groups, target), first = group * kGroup;
+    const double before = group ? groups[static_cast<size_t>(group - 1)] : 0.0;
+    const std::vector<double> inside = running_sum(weights + first, std::min(kGroup, count - first));
+    return first + first_above(inside, target - before);
   }
 
   // Every token as likely as the k-th; a banned one (-inf) is no candidate. Returns the sum of the weights.
   double top_k_candidates(const KernelTable& k, const DrawParams& d, Candidates& c) const {
-    at_least(d.row, std::max(bound_for(d.row, d.top_k), std::numeric_limits<float>::lowest()), c.ids);
-    std::vector<float> values(c.ids.size());
-    for (size_t i = 0; i < values.size(); ++i) values[i] = rows_[d.row][c.ids[i]];
+    std::vector<int64_t> ids;
+    at_least(d.row, std::max(bound_for(d.row, d.top_k), std::numeric_limits<float>::lowest()), ids);
+    std::vector<float> values(ids.size());
+    for (size_t i = 0; i < values.size(); ++i) values[i] = rows_[d.row][ids[i]];
+    float kth = std::numeric_limits<float>::lowest();
     if (static_cast<int64_t>(values.size()) > d.top_k) {
       std::vector<float> order = values;
       std::nth_element(order.begin(), order.begin() + (d.top_k - 1), order.end(), std::greater<float>());
-      const float kth = order[static_cast<size_t>(d.top_k - 1)];
-      size_t n = 0;
-      for (size_t i = 0; i < values.size(); ++i)
-        if (values[i] >= kth) values[n] = values[i], c.ids[n] = c.ids[i], ++n;
-      values.resize(n), c.ids.resize(n);
+      kth = order[static_cast<size_t>(d.top_k - 1)];
     }
-    c.weights.resize(values.size());
-    k.exps(values.data(), static_cast<int64_t>(values.size()), highest_[d.row], d.temperature, c.weights.data());
+    c.reserve(static_cast<int64_t>(values.size()));
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!(values[i] >= kth)) continue;
+      values[static_cast<size_t>(c.count)] = values[i];
+      c.ids[static_cast<size_t>(c.count++)] = static_cast<int32_t>(ids[i]);
+    }
+    k.exps(values.data(), c.count, highest_[d.row], d.temperature, c.weights.data());
     double total = 0;
-    for (float w : c.weights) total += static_cast<double>(w);
+    for (int64_t i = 0; i < c.count; ++i) total += static_cast<double>(c.weights[static_cast<size_t>(i)]);
     return total;
   }
 
@@ -290,59 +317,68 @@ class Vocabulary {
     std::vector<float> tops(static_cast<size_t>(blocks_));
     k.exps(maxima(d.row), blocks_, highest_[d.row], d.temperature, tops.data());
     const float near = floor * 0.9999f;  // whether e^x is monotonic to the last bit must not matter
+    c.reserve(size_ + 1);
     float weights[kVocabBlock];
+    int32_t* ids = c.ids.data();
+    float* kept = c.weights.data();
+    int64_t count = 0;
     for (int64_t b = 0; b < blocks_; ++b) {
       if (!(tops[static_cast<size_t>(b)] >= near)) continue;
-      const int64_t n = values_of(b);
-      k.exps(rows_[d.row] + b * kVocabBlock, n, highest_[d.row], d.temperature, weights);
-      for (int64_t i = 0; i < n; ++i)
-        if (weights[i] >= floor) c.add(b * kVocabBlock + i, weights[i]);
+      const int64_t n = values_of(b), first = b * kVocabBlock;
+      k.exps(rows_[d.row] + first, n, highest_[d.row], d.temperature, weights);
+      for (int64_t i = 0; i < n; ++i) {
+        ids[count] = static_cast<int32_t>(first + i), kept[count] = weights[i];
+        count += weights[i] >= floor;
+      }
     }
+    c.count = count;
   }
 
-  // The largest weights, as long as the mass before them is below `limit`; ties by id. Sums over the upper halves of
-  // the bit patterns (positive floats order like them) tell which are surely in; only the band at the border is sorted.
+  // The largest weights, as long as the mass before them is below `limit`; ties by id. Nothing is sorted: positive floats
+  // order like their bit patterns, so sums over the upper 16 bits, then the next 8, then the last 8 of those that share
+  // the border's upper bits close in on the border's exact value.
   static void nucleus(Candidates& c, double limit) {
-    const size_t n = c.ids.size();
-    std::vector<char> in(n, 0);
-    std::vector<size_t> band;
+    static thread_local std::vector<double> bins;
+    bins.assign(kBins, 0.0);
+    const float* w = c.weights.data();
+    for (int64_t i = 0; i < c.count; ++i) bins[bits_of(w[i]) >> 16] += static_cast<double>(w[i]);
     double above = 0;
-    if (n > kSortAtMost) {
-      std::vector<double> bins(kBins, 0.0);
-      for (size_t i = 0; i < n; ++i) bins[upper_half(c.weights[i])] += static_cast<double>(c.weights[i]);
-      int top = kBins - 1;
-      while (top > 0 && bins[static_cast<size_t>(top)] == 0) --top;
-      int border = top;
-      double mass = 0;
-      for (; border > 0; --border) {
-        const double next = mass + bins[static_cast<size_t>(border)];
-        if (next >= limit) break;
-        mass = next;
-      }
-      above = mass;
-      for (size_t i = 0; i < n; ++i) {
-        const int bits = upper_half(c.weights[i]);
-        if (bits > border) in[i] = 1;
-        if (bits == border) band.push_back(i);
-      }
-    } else {
-      band.resize(n);
-      for (size_t i = 0; i < n; ++i) band[i] = i;
+    uint32_t border = border_bin(bins.data(), kBins, limit, above);
+    for (int shift = 8; shift >= 0; shift -= 8) {
+      double part[256] = {};
+      for (int64_t i = 0; i < c.count; ++i)
+        if (bits_of(w[i]) >> (shift + 8) == border) part[bits_of(w[i]) >> shift & 255] += static_cast<double>(w[i]);
+      border = border << 8 | border_bin(part, 256, limit, above);
     }
-    std::stable_sort(band.begin(), band.end(), [&](size_t a, size_t b) { return c.weights[a] > c.weights[b]; });
-    double mass = 0;
-    for (size_t i : band) {
-      const double w = static_cast<double>(c.weights[i]);
-      mass += w;
-      in[i] = (above + mass) - w < limit;
-    }
-    c.filter(in);
+    float value;
+    std::memcpy(&value, &border, 4);
+    double mass = above;  // before the next of the equal weights at the border
+    c.filter([value, limit, &mass](float weight) {
+      if (weight != value) return weight > value;
+      const bool in = mass < limit;
+      mass += static_cast<double>(value);
+      return in;
+    });
   }
 
-  static int upper_half(float w) {
+  // From the top, the bin in which the mass reaches `limit`, or the lowest that holds something; adds the bins over it.
+  static uint32_t border_bin(const double* bins, int count, double limit, double& above) {
+    uint32_t last = 0;
+    double before_last = above;
+    for (int bin = count - 1; bin >= 0; --bin) {
+      if (bins[bin] == 0) continue;
+      last = static_cast<uint32_t>(bin), before_last = above;
+      if (above + bins[bin] >= limit) break;
+      above += bins[bin];
+    }
+    above = before_last;
+    return last;
+  }
+
+  static uint32_t bits_of(float w) {
     uint32_t bits;
     std::memcpy(&bits, &w, 4);
-    return static_cast<int>(bits >> 16);
+    return bits;
   }
 
   int64_t size_, blocks_;
