@@ -22,6 +22,12 @@ inline constexpr int kPanel = 16;
 inline constexpr int kTile = 64;
 inline constexpr int kSegment = 256;
 
+// The largest output of a row within a run of panels: the first index of it; a NaN counts as largest.
+struct Best {
+  float value;
+  int32_t index;  // -1: none yet, all were minus infinity
+};
+
 struct LinearArgs {
   const void* weight;  // panels, see kPanel
   DType weight_type;
@@ -34,7 +40,20 @@ struct LinearArgs {
   int64_t ldy;
   int64_t m, n, k;
   bool threaded;
+  Best* best;  // not null: nothing is written to y, but the best of each row and run: [argmax_runs(m, n, k, type), m]
 };
+
+// Panels that one thread multiplies in one go for m rows of a weight [n, k]; runs start at multiples of it.
+inline constexpr int64_t kFewRows = 6;  // up to this many rows, weights go from memory straight into registers
+inline constexpr int64_t panels_of_a_run(int64_t m, int64_t k, DType weight_type) {
+  if (m > kFewRows) return 8;
+  const int64_t chunk = (int64_t{128} << 10) / (k * kPanel * element_size(weight_type)) & ~int64_t{3};
+  return chunk < 4 ? 4 : chunk;  // a multiple of the panels of a register tile
+}
+inline int64_t argmax_runs(int64_t m, int64_t n, int64_t k, DType weight_type) {
+  const int64_t panels = (n + kPanel - 1) / kPanel, run = panels_of_a_run(m, k, weight_type);
+  return (panels + run - 1) / run;
+}
 
 struct Row {  // one sequence of a step
   int32_t query_start, query_len, context_len;

@@ -16,10 +16,10 @@ using octavo::DType;
 using octavo::kPanel;
 using octavo::LinearArgs;
 
-constexpr int kRowTile = 6;        // rows of a register tile: 6 x 16 fills 12 of 16 registers
+constexpr int kRowTile = octavo::kFewRows;  // rows of a register tile: 6 x 16 fills 12 of 16 registers
 constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
+constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
 constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
-constexpr int64_t kPanelGroup = 8;
 
 OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -87,10 +87,37 @@ OCTAVO_INLINE void put_typed(Out* y, int64_t columns, f8 low, f8 high) {
   for (int j = 0; j < columns; ++j) narrow(j < 8 ? low[j] : high[j - 8], y + j);
 }
 
+// Whether any lane is greater than `best`, or a NaN.
+OCTAVO_INLINE bool any_above(f8 v, float best) {
+  const i8 not_above = v <= splat(best);
+#if defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)not_above) != 0xFF;
+#else
+  int32_t all = -1;
+  for (int i = 0; i < 8; ++i) all &= not_above[i];
+  return all != -1;
+#endif
+}
+
+// Keeps the best of a row up to date with sixteen more outputs, of which `columns` exist.
+OCTAVO_INLINE void keep_best(octavo::Best& best, int64_t column, int64_t columns, f8 low, f8 high) {
+  if (best.value != best.value || (!any_above(low, best.value) && !any_above(high, best.value))) return;
+  for (int j = 0; j < kPanel && j < columns; ++j) {
+    const float v = j < 8 ? low[j] : high[j - 8];
+    if (v <= best.value) continue;
+    best.value = v, best.index = (int32_t)(column + j);
+    if (v != v) return;
+  }
+}
+
 // Sixteen outputs of a row from `column` on, as far as there are that many. The type is looked up here, once per
 // sixteen sums, so that the products need no variant for each.
 OCTAVO_INLINE void put(const LinearArgs& a, int64_t row, int64_t column, f8 low, f8 high) {
   const int64_t at = row * a.ldy + column, columns = a.n - column;
+  if (a.best) {
+    const int64_t run = column / kPanel / octavo::panels_of_a_run(a.m, a.k, a.weight_type);
+    return keep_best(a.best[run * a.m + row], column, columns, low, high);
+  }
   switch (a.y_type) {
     case DType::f32: return put_typed((float*)a.y + at, columns, low, high);
     case DType::bf16: return put_typed((bf16*)a.y + at, columns, low, high);
@@ -202,7 +229,7 @@ OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
 
 template <class W>
 void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  alignas(64) float c[kPanelGroup * kRowBlock * kPanel];  // 48 KiB
+  alignas(64) float c[kRun * kRowBlock * kPanel];  // 48 KiB
   alignas(64) float wide[kDepth * kPanel];                // 16 KiB
   for (int64_t i = 0; i < a.k; i += kDepth) {
     const int64_t depth = least(kDepth, a.k - i);
@@ -228,24 +255,22 @@ template <class W>
 void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
   if (a.m <= kRowTile) {
-    const int64_t bytes = a.k * kPanel * (int64_t)sizeof(W);
-    int64_t chunk = ((int64_t)128 << 10) / bytes & ~(int64_t)3;  // a multiple of the panels of a register tile
-    chunk = chunk < 4 ? 4 : chunk;
+    const int64_t chunk = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
     const int64_t chunks = (panels + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
     for (int64_t i = 0; i < chunks; ++i)
       few_rows_dispatch<W>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
     return;
   }
-  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kPanelGroup - 1) / kPanelGroup;
+  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kRun - 1) / kRun;
   // Equal row blocks, in whole register tiles: 97 rows are not 96 and 1.
   int64_t height = (a.m + blocks - 1) / blocks;
   height = least(kRowBlock, (height + kRowTile - 1) / kRowTile * kRowTile);
 #pragma omp parallel for schedule(dynamic, 1) if (a.threaded && blocks * groups > 1)
   for (int64_t i = 0; i < blocks * groups; ++i) {
-    const int64_t begin = i / blocks * kPanelGroup, row = i % blocks * height;  // blocks of a group share its weights
+    const int64_t begin = i / blocks * kRun, row = i % blocks * height;  // blocks of a group share its weights
     const int64_t rows = least(height, a.m - row);
-    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + kPanelGroup));
+    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + kRun));
   }
 }
 

@@ -73,8 +73,29 @@ class PackedWeight {
   }
 
   void run(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t y, int y_type, uintptr_t bias) const {
-    LinearArgs a{memory_.data, type_, at<const float>(bias), at<const void>(x), static_cast<DType>(x_type), ldx,
-                 at<void>(y), static_cast<DType>(y_type), n_, m, n_, k_, false};
+    multiply({memory_.data, type_, at<const float>(bias), at<const void>(x), static_cast<DType>(x_type), ldx,
+              at<void>(y), static_cast<DType>(y_type), n_, m, n_, k_, false, nullptr});
+  }
+
+  // First index and value of the largest output of each row, without the outputs; a NaN counts as largest.
+  void argmax(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t ids, uintptr_t values, uintptr_t bias) const {
+    const int64_t runs = argmax_runs(m, n_, k_, type_);
+    std::vector<Best> best(static_cast<size_t>(runs * m), Best{-std::numeric_limits<float>::infinity(), -1});
+    multiply({memory_.data, type_, at<const float>(bias), at<const void>(x), static_cast<DType>(x_type), ldx, nullptr,
+              DType::f32, 0, m, n_, k_, false, best.data()});
+    for (int64_t r = 0; r < m; ++r) {
+      Best top = best[static_cast<size_t>(r)];
+      for (int64_t i = 1; i < runs && top.value == top.value; ++i) {
+        const Best& next = best[static_cast<size_t>(i * m + r)];
+        if (!(next.value <= top.value)) top = next;
+      }
+      at<int64_t>(ids)[r] = std::max<int64_t>(top.index, 0);
+      at<float>(values)[r] = top.value;
+    }
+  }
+
+  void multiply(LinearArgs a) const {
+    const int64_t m = a.m;
     const double work = 2.0 * static_cast<double>(m) * static_cast<double>(n_) * static_cast<double>(k_);
     a.threaded = omp_get_max_threads() > 1 && (bytes_ > 65536 || work > 500000);
     std::optional<nb::gil_scoped_release> release;
@@ -329,6 +350,7 @@ NB_MODULE(_native, m) {
   nb::class_<PackedWeight>(m, "PackedWeight")
       .def(nb::init<uintptr_t, int, int64_t, int64_t, int64_t>())
       .def("run", &PackedWeight::run)
+      .def("argmax", &PackedWeight::argmax)
       .def("rows", &PackedWeight::rows)
       .def_prop_ro("bytes", &PackedWeight::bytes);
   nb::class_<Sampling>(m, "Sampling")

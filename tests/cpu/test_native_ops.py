@@ -218,3 +218,40 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         [sys.executable, "-c", code], env={**os.environ, "OCTAVO_ISA": "sse9"}, capture_output=True, text=True
     )
     assert "OCTAVO_ISA='sse9'" in done.stdout and "portable" in done.stdout
+
+
+# -- the head's argmax ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5000, 64), (33, 300), (1, 1), (129, 512)])
+def test_argmax_of_a_product_is_that_of_its_outputs(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    out_features, in_features = shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    weight[out_features // 2] = weight[-1]  # a tie: the lower index wins
+    linear = ops(dtype).linear(weight)
+    x = strided(120, in_features, seed=5)
+    x[7] = 0.0
+    x[8] = weight[-1].float() * 50
+    for rows in (1, 2, 5, 6, 7, 13, 120):
+        for count in (1, 2):
+            with threads(count):
+                ids, values = linear.argmax(x[:rows])
+                expected = linear(x[:rows])
+                assert torch.equal(ids, ops().argmax(expected)), (rows, count)
+                assert torch.equal(values, expected.max(-1).values)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_argmax_of_a_product_with_nan_and_infinities(rows: int) -> None:
+    weight = torch.ones(400, 16)
+    weight[250, 3] = float("nan")
+    weight[100, 5] = float("inf")
+    x = torch.ones(rows, 16)
+    ids, values = ops().linear(weight).argmax(x)
+    assert ids.tolist() == [250] * rows and values.isnan().all()
+    weight[250, 3] = 1.0
+    ids, values = ops().linear(weight).argmax(x)
+    assert ids.tolist() == [100] * rows and (values == float("inf")).all()
+    ids, values = ops().linear(torch.full((400, 16), float("-inf"))).argmax(x)
+    assert ids.tolist() == [0] * rows and (values == float("-inf")).all()

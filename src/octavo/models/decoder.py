@@ -174,6 +174,16 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    @torch.inference_mode()
+    def best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """hidden [N, D] -> first index int64 [N] and value float32 [N] of each row's largest logit, a NaN included.
+
+        What `logits` and an argmax give, without the logits; None where the product cannot do that. A soft cap may
+        round two logits to one, which would move a tie: then it is left to the logits.
+        """
+        argmax = getattr(self._head, "argmax", None)
+        return None if argmax is None or self.spec.logit_softcap is not None else argmax(hidden)
+
     def parameter_count(self) -> int:
         """Numbers in the weights; a tied head counts once."""
         total = 0

@@ -93,6 +93,9 @@ class ModelRunner:
         self._scratch = Scratch(vocab_size)
         self._head_rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         self._vocab_size = vocab_size
+        # The decoder's own argmax, if it has one and it looks at the same columns.
+        whole = getattr(getattr(decoder, "spec", None), "vocab_size", None) == vocab_size
+        self._best = getattr(decoder, "best", None) if whole else None
 
     @property
     def num_rows(self) -> int:
@@ -120,35 +123,55 @@ class ModelRunner:
             hidden = self._decoder.forward(batch.token_ids, batch.positions, self._backend)
         # Prompt logprobs first: a NaN found there is an error of the draw.
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        for b, row in enumerate(batch.rows):
+            if row.pool is not None:
+                row.pool.add(hidden[batch.starts[b] : batch.starts[b + 1]])
         return StepResult(plan.step_id, self._draw(batch, hidden), prompt_logprobs)
 
     def _logits(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """float32 [len(tokens), V] of the given tokens of the batch."""
         with self.profile.section("head"):
-            if len(tokens) != len(hidden):
-                hidden = hidden[torch.tensor(tokens, device=hidden.device)]
-            return self._decoder.logits(hidden)[:, : self._vocab_size].float()
+            return self._decoder.logits(self._chosen(hidden, tokens))[:, : self._vocab_size].float()
+
+    def _chosen(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        """Rows `tokens` of the batch's hidden states, all of them or one per sequence."""
+        return hidden if len(tokens) == len(hidden) else hidden[torch.tensor(tokens, device=hidden.device)]
 
     def _draw(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, Drawn]:
-        """Draw for every sequence in any `sample_ids`; siblings share one row of logits."""
-        sampling = [b for b, s in enumerate(batch.scheduled) if s.sample_ids]
+        """Draw (or pool) for every sequence in any `sample_ids`; siblings share one row of logits."""
         drawn: dict[int, Drawn] = {}
+        sampling: list[int] = []
+        for b, (s, row) in enumerate(zip(batch.scheduled, batch.rows, strict=True)):
+            if s.sample_ids and row.pool is not None:
+                drawn[row.seq_id] = self._settle(row, row.pool.result())
+            elif s.sample_ids:
+                sampling.append(b)
         for first in range(0, len(sampling), self._head_rows):
             part = sampling[first : first + self._head_rows]
-            logits = self._logits(hidden, [batch.starts[b + 1] - 1 for b in part])
-            with self.profile.section("sample"):
-                rows: list[SequenceRow] = []
-                draws: list[Draw] = []
-                for logit_row, b in enumerate(part):
-                    s = batch.scheduled[b]
-                    for seq_id in s.sample_ids:
-                        row = self._rows.get(seq_id)
-                        row.error = row.error or batch.rows[b].error
-                        rows.append(row)
-                        draws.append(Draw(logit_row, row.state, s.start + s.num_tokens))
-                for row, result in zip(rows, self._sampler.sample(logits, draws), strict=True):
-                    drawn[row.seq_id] = self._settle(row, result)
+            rows: list[SequenceRow] = []
+            draws: list[Draw] = []
+            for logit_row, b in enumerate(part):
+                s = batch.scheduled[b]
+                for seq_id in s.sample_ids:
+                    row = self._rows.get(seq_id)
+                    row.error = row.error or batch.rows[b].error
+                    rows.append(row)
+                    draws.append(Draw(logit_row, row.state, s.start + s.num_tokens))
+            results = self._results(hidden, [batch.starts[b + 1] - 1 for b in part], draws)
+            for row, result in zip(rows, results, strict=True):
+                drawn[row.seq_id] = self._settle(row, result)
         return drawn
+
+    def _results(self, hidden: torch.Tensor, tokens: list[int], draws: list[Draw]) -> list[Drawn]:
+        """Answers of `draws`, whose logit rows are the given tokens of the batch. All greedy: no logits are made."""
+        if self._best is not None and all(draw.state.plain_greedy for draw in draws):
+            with self.profile.section("head"):
+                found = self._best(self._chosen(hidden, tokens))
+            if found is not None:
+                return self._sampler.greedy(*found, draws)
+        logits = self._logits(hidden, tokens)
+        with self.profile.section("sample"):
+            return self._sampler.sample(logits, draws)
 
     def _settle(self, row: SequenceRow, result: Drawn) -> Drawn:
         """Remember what a sequence drew, or that it cannot go on."""

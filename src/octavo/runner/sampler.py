@@ -81,6 +81,10 @@ class Sampler:
             best, highest = places.cpu().numpy(), values.cpu().numpy()
         return self._greedy_answers(best.tolist(), highest.tolist(), draws)
 
+    def greedy(self, best: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+        """One `Drawn` per plain greedy draw, from the index and value of each row's largest logit."""
+        return self._greedy_answers(best.tolist(), highest.tolist(), draws)
+
     def _greedy_answers(self, best: list[int], highest: list[float], draws: Sequence[Draw]) -> list[Drawn]:
         """best and highest: index and value of the largest logit of each row."""
         return [
@@ -197,6 +201,8 @@ class Sampler:
         if state.num_candidates:
             return Drawn((), (logprobs.candidates(raw, state.num_candidates, self._scratch),))
         token = self._token(raw, best, state, uniform)
+        if state.error is not None:  # the grammar allows nothing here
+            return Drawn((), error=state.error)
         if state.logprobs is None:
             return Drawn((token,))
         return Drawn((token,), (logprobs.token_logprobs(raw, token, state.logprobs, self._scratch),))
