@@ -34,6 +34,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "the request asked for logprobs of its prompt, so every position had to be computed",
         "leave prompt_logprobs out where it is not needed",
     ),
+    "mean pooling": ("the mean is taken over every position, so every one had to be computed", ""),
     "not admitted": ("the request ended before it began to run", ""),
 }
 
@@ -56,7 +57,7 @@ def report_text(report: CacheReport | None, prompt_tokens: int | None = None) ->
 
 
 def _place(miss: Miss) -> str:
-    if miss.kind in ("off", "prompt logprobs"):
+    if miss.kind in ("off", "prompt logprobs", "mean pooling"):
         return ""
     position = "" if miss.position is None else f" (from token {miss.position})"
     return f"Block {miss.block}{position} broke the chain: "
