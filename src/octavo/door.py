@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 from secrets import randbits
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from octavo.core.sequence import Request
 from octavo.errors import PromptError, RequestError, SamplingError
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
+    from octavo.grammar.compiler import CompiledGrammar, GrammarCompiler
     from octavo.models.tokenizer import Tokenizer
 
 _MASK = (1 << 64) - 1
@@ -39,12 +41,14 @@ class Door:
         self._tokenizer = tokenizer
         self._seed = seed
         self._number = 0
+        self._grammars: GrammarCompiler | None = None
+        self._lock = Lock()
 
     def admit(
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         arrival: float,
         priority: int,
@@ -54,21 +58,15 @@ class Door:
         self._check_prompt(prompt_token_ids)
         if isinstance(params, SamplingParams):
             self._check_sampling(params)
-        else:
+        elif isinstance(params, BeamSearchParams):
             self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: must be a non-empty string")
         prompt_len = len(prompt_token_ids)
-        room = self._max_model_len - prompt_len
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        if isinstance(params, SamplingParams) and room > 0 and params.min_tokens > max_tokens:
-            raise SamplingError(
-                f"min_tokens={params.min_tokens}: only {max_tokens} tokens fit after a prompt of {prompt_len} "
-                f"(max_model_len={self._max_model_len})"
-            )
+        max_tokens = 1 if isinstance(params, PoolingParams) else self._max_tokens(params, prompt_len)
+        constraint = self.prepare(params)
         number = self._number
         self._number += 1
-        ends = () if params.ignore_eos else self._eos
         return Request(
             request_id,
             prompt_token_ids,
@@ -78,12 +76,59 @@ class Door:
             seed=self._seed_of(params, number),
             priority=priority,
             cache_salt=cache_salt,
-            end_ids=tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ())))),
+            end_ids=self._end_ids(params),
             bad_word_ids=self._bad_words(params) if isinstance(params, SamplingParams) else (),
             max_len=prompt_len + max_tokens,
+            constraint=constraint,
         )
 
-    def _seed_of(self, params: SamplingParams | BeamSearchParams, number: int) -> int:
+    def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> CompiledGrammar | None:
+        """The grammar of a request, made or found; None without one. Raises `SamplingError`. For any thread.
+
+        A caller that must not wait in `admit` calls this first, on a thread of its own.
+        """
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return None
+        assert isinstance(params.structured_outputs, StructuredOutputs)
+        ends = self._end_ids(params)
+        grammar = self.grammars.compile(params.structured_outputs)
+        if not grammar.can_end_with(ends):
+            raise SamplingError(
+                "structured_outputs: the model names no end token, so the text could never end; name a special token "
+                "in stop_token_ids"
+            )
+        return grammar
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles and keeps grammars for this model. Raises `SamplingError` without a tokenizer."""
+        if self._tokenizer is None:
+            raise SamplingError("structured_outputs need a tokenizer, and the engine has none")
+        with self._lock:
+            if self._grammars is None:
+                from octavo.grammar.compiler import GrammarCompiler  # only for those who use it
+
+                self._grammars = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos)
+            return self._grammars
+
+    def _max_tokens(self, params: SamplingParams | BeamSearchParams, prompt_len: int) -> int:
+        """Tokens that may be generated: as asked, at most what the context has room for."""
+        room = self._max_model_len - prompt_len
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if isinstance(params, SamplingParams) and room > 0 and params.min_tokens > max_tokens:
+            raise SamplingError(
+                f"min_tokens={params.min_tokens}: only {max_tokens} tokens fit after a prompt of {prompt_len} "
+                f"(max_model_len={self._max_model_len})"
+            )
+        return max_tokens
+
+    def _end_ids(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> tuple[int, ...]:
+        if isinstance(params, PoolingParams):
+            return ()
+        ends = () if params.ignore_eos else self._eos
+        return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
+
+    def _seed_of(self, params: SamplingParams | BeamSearchParams | PoolingParams, number: int) -> int:
         given = params.seed if isinstance(params, SamplingParams) else 0
         if given is not None:
             return given & _MASK

@@ -16,13 +16,13 @@ from octavo.errors import ConfigError, InternalError, OctavoError, RequestError
 from octavo.interrupts import Uninterrupted
 from octavo.outputs import RequestOutput
 from octavo.progress import RequestProgress
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
 
-Params = SamplingParams | BeamSearchParams
+Params = SamplingParams | BeamSearchParams | PoolingParams
 
 
 class Driver:

@@ -24,7 +24,7 @@ from octavo.errors import InternalError, RequestError
 from octavo.logs import logger
 from octavo.outputs import BeamSearchOutput, RequestOutput
 from octavo.request_text import RequestText
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
@@ -121,7 +121,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -138,6 +138,10 @@ class Engine:
         self._texts[request_id] = RequestText(request, prompt, self.tokenizer)
         if self._recorder is not None:
             self._recorder.arrival(request)
+
+    def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
+        """Compile what `add_request` would have to compile (a grammar), or refuse it. For any thread, at any time."""
+        self._door.prepare(params)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request (or one sample of it) in any state; harmless when there is nothing to end.

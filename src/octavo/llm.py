@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import logs
 from octavo.config import EngineConfig
-from octavo.driver import Driver
+from octavo.driver import Driver, Params
 from octavo.errors import ConfigError, PromptError, RequestError, SamplingError
-from octavo.outputs import BeamSearchOutput, RequestOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.streaming import Stream
 from octavo.text.prompts import Prompt, one_each, read_prompt, read_prompts
 from octavo.vllm_names import config_from
@@ -195,6 +195,31 @@ class LLM:
             self._driver.run(ids, use_tqdm)
         return [self._live().take_beams(request_id) for request_id in ids]
 
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingOutput]:
+        """One vector for each prompt, in their order: the model's final hidden states (after its last norm), pooled.
+
+        pooling: "mean" over all tokens of the prompt, or "last": the state of the last one. normalize: scaled to
+        length 1. Forms of `prompts`, and all or nothing, as in `generate`.
+        """
+        encoded = self._encode_all(read_prompts(prompts))
+        params = PoolingParams(pooling=pooling, normalize=normalize)
+        outputs = self._run(encoded, [params] * len(encoded), use_tqdm, priority)
+        for index, output in enumerate(outputs):
+            if output.embedding is None:
+                raise RequestError(f"prompt {index} has no embedding: {output.outputs[0].stop_reason}")
+        return [
+            EmbeddingOutput(o.request_id, o.prompt, o.prompt_token_ids, o.embedding or [], o.num_cached_tokens)
+            for o in outputs
+        ]
+
     # ---- text ----------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -314,6 +339,9 @@ class LLM:
 
     def _answer(self, prompts: list[Prompt], params: Any, use_tqdm: bool, priority: Any) -> list[RequestOutput]:
         each = [self._check_params(p) for p in one_each(params, len(prompts), "sampling parameters")]
+        return self._run(prompts, each, use_tqdm, priority)
+
+    def _run(self, prompts: list[Prompt], each: Sequence[Params], use_tqdm: bool, priority: Any) -> list[RequestOutput]:
         ids: list[str] = []
         with self._driver.all_or_none(ids):
             self._driver.admit(prompts, each, one_each(priority, len(prompts), "priorities"), ids)

@@ -56,6 +56,7 @@ class RequestText:
                 self._samples[seq.index].end(seq)
         output.finished = True
         output.num_cached_tokens = request.num_cached_tokens
+        output.embedding = request.embedding
         output.cache_report = request.cache_report
         if request.beam is None and request.sampling.prompt_logprobs is not None:
             # Nothing is stored for a prompt of one token, nor when the request ended before its first chunk.

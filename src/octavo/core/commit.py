@@ -31,7 +31,7 @@ def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[Se
                 drawing.append(sibling)
                 _open_row(sibling, starts)
     for s in drawing:
-        s.num_pending += request.beam is None
+        s.num_pending += request.beam is None and request.pooling is None
     updates: list[TableUpdate] = []
     if seq.tables_changed:
         seq.tables_changed = False
@@ -61,5 +61,7 @@ def _open_row(seq: Sequence, starts: list[SequenceStart]) -> None:
             request.end_ids,
             request.bad_word_ids,
             request.beam_state.num_candidates if request.beam else 0,
+            request.constraint,
+            request.pooling,
         )
     )

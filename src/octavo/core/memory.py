@@ -49,7 +49,7 @@ class KVMemory:
 
     def find(self, seq: Sequence, *, partial: bool = True) -> Match:
         """What of the sequence's tokens is cached. Pure but for the memoised hashes of the sequence."""
-        if self.cache is None or seq.request.sampling.prompt_logprobs is not None:
+        if self.cache is None or seq.request.unread_cache:
             return Match()
         root = self._extend_keys(seq)
         limit = self._limit(seq)
@@ -79,8 +79,8 @@ class KVMemory:
         """Count the look-up and say why it ended where it did."""
         if self.cache is None:
             return CacheReport(0, 0, Miss("off"))
-        if seq.request.sampling.prompt_logprobs is not None:
-            return CacheReport(0, 0, Miss("prompt logprobs"))
+        if seq.request.unread_cache:
+            return CacheReport(0, 0, Miss(seq.request.unread_cache))
         root, limit = self._extend_keys(seq), self._limit(seq)
         miss = self.cache.explain(seq.keys, seq.token_ids, root, match, limit)
         counters = self.cache.counters
@@ -265,6 +265,10 @@ class KVMemory:
             self._note("copy", seq.seq_id, copy.source, copy.destination)
 
     # -- for the plan --------------------------------------------------------------------------------------------
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._transfers)
 
     def take_transfers(self) -> tuple[BlockTransfer, ...]:
         transfers, self._transfers = tuple(self._transfers), []

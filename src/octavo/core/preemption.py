@@ -38,6 +38,8 @@ def prefers_swap(request: Request, memory: KVMemory, settings: SchedulerSettings
         return False
     if any(s.num_done != s.num_computed or s.num_pending for s in request.live()):
         return False
+    if request.pooling is not None:
+        return False  # the sum over its tokens lives in the runner's row, which a swap does not keep
     blocks = memory.swap_size(request)
     if not blocks or blocks > memory.host_pool.num_available:
         return False

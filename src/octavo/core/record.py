@@ -19,7 +19,7 @@ from octavo.core.sequence import Request
 from octavo.core.settings import SchedulerSettings
 from octavo.core.step import Drawn, StepPlan, StepResult, TokenLogprobs
 from octavo.errors import ConfigError, OctavoError
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputs
 
 VERSION = 1
 
@@ -47,8 +47,8 @@ class Recorder:
             "arrival",
             id=request.request_id,
             tokens=request.prompt_token_ids,
-            kind="beam" if request.beam else "sample",
-            params={k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
+            kind="beam" if request.beam else "pool" if request.pooling else "sample",
+            params={k: _plain(v) for k, v in params.items()},
             arrival=request.arrival,
             number=request.number,
             seed=request.seed,
@@ -95,11 +95,20 @@ def digest(plan: StepPlan) -> dict[str, Any]:
     }
 
 
+def _plain(value: Any) -> Any:
+    """A parameter as JSON: a grammar by its fields, which are enough to make it again."""
+    if isinstance(value, StructuredOutputs):
+        return {k: v for k, v in asdict(value).items() if v not in (None, False)}
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _drawn(result: StepResult) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for seq_id, d in result.drawn.items():
         if d.error is not None:
             out[str(seq_id)] = {"error": d.error}
+        elif d.embedding is not None:
+            out[str(seq_id)] = {"pooled": True}  # the vector decides nothing
         elif d.token_ids:
             out[str(seq_id)] = list(d.token_ids)
         else:
@@ -114,6 +123,8 @@ def _result(step: int, drawn: dict[str, Any]) -> StepResult:
             entries[int(key)] = Drawn(tuple(value))
         elif "error" in value:
             entries[int(key)] = Drawn((), error=value["error"])
+        elif "pooled" in value:
+            entries[int(key)] = Drawn((), embedding=[])
         else:
             best = TokenLogprobs(tuple(value["ids"]), tuple(value["logprobs"]), 0)
             entries[int(key)] = Drawn((), (best,))
@@ -195,9 +206,15 @@ def _replay_step(scheduler: Scheduler, event: dict[str, Any], watcher: Watcher |
 
 
 def _request(event: dict[str, Any]) -> Request:
-    params: SamplingParams | BeamSearchParams
+    params: SamplingParams | BeamSearchParams | PoolingParams
     given = {k: v for k, v in event["params"].items() if v is not None}
-    params = BeamSearchParams(**given) if event["kind"] == "beam" else SamplingParams(**_known(event["params"]))
+    match event["kind"]:
+        case "beam":
+            params = BeamSearchParams(**given)
+        case "pool":
+            params = PoolingParams(**given)
+        case _:
+            params = SamplingParams(**_known(event["params"]))
     return Request(
         event["id"],
         event["tokens"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import StepPlan, TokenLogprobs
+from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 
 
 class SequenceNews(NamedTuple):
@@ -43,12 +43,12 @@ class Counters:
     short_of_seats: int = 0
     short_of_budget: int = 0
 
-    def count_step(self, tokens: int, used_blocks: int) -> None:
-        """A step was planned; O(1)."""
-        self.steps += 1
-        self.computed_tokens += tokens
-        self.sequence_steps += self.live
-        self.used_block_steps += used_blocks
+    def count_step(self, tokens: int, used_blocks: int, steps: int = 1) -> None:
+        """A step was planned, or `steps` of the same kind; O(1)."""
+        self.steps += steps
+        self.computed_tokens += tokens * steps
+        self.sequence_steps += self.live * steps
+        self.used_block_steps += used_blocks * steps
         if self.live > self.peak_running:
             self.peak_running = self.live
 
@@ -101,12 +101,14 @@ def end_of(seq: Sequence, token: int) -> tuple[str, int | None] | None:
     return ("length", None) if len(seq.token_ids) >= request.max_len else None
 
 
-def keep_prompt_logprobs(request: Request, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
+def keep_prompt_logprobs(flight: Flight, result: StepResult) -> None:
     """They are the request's: the sample that computed them may have ended since."""
-    store = request.prompt_logprobs
-    if not store:
-        store.extend([None] * request.prompt_len)
-    store[start + 1 : start + 1 + len(entries)] = entries
+    for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
+        if entries := result.prompt_logprobs.get(item.seq_id):
+            store = seq.request.prompt_logprobs
+            if not store:
+                store.extend([None] * seq.request.prompt_len)
+            store[item.start + 1 : item.start + 1 + len(entries)] = entries
 
 
 def work_of(request: Request) -> Iterator[tuple[Sequence, int]]:

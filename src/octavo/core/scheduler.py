@@ -100,9 +100,7 @@ class Scheduler:
         self._forget_row(seq)
         request = seq.request
         self.counters.live -= request.state is RequestState.RUNNING
-        logger.debug(
-            "request %s, sequence %d: ends (%s), freed %d blocks", request.request_id, seq.seq_id, reason, held
-        )
+        logger.debug("request %s, sequence %d: %s, freed %d blocks", request.request_id, seq.seq_id, reason, held)
         if request.num_live():
             return
         request.state = RequestState.FINISHED
@@ -169,7 +167,7 @@ class Scheduler:
             self.memory.cache.step = self._step
         self._expire(now)
         round_ = Round(self.settings.max_num_batched_tokens)
-        work = [item for request in self.running for item in work_of(request)]  # oldest request first
+        work = self._work(round_)
         for seq, missing in work:
             if missing == 1:
                 if seq.num_computed < seq.writable_until and round_.budget and seq.request.forked:
@@ -185,6 +183,9 @@ class Scheduler:
         else:
             self._admit(round_, now)
         return self._commit(round_)
+
+    def _work(self, round_: Round) -> list[tuple[Sequence, int]]:  # oldest request first
+        return [item for request in self.running for item in work_of(request)]
 
     def _expire(self, now: float) -> None:
         for request in [r for r in self._deadlines.values() if r.deadline is not None and now >= r.deadline]:
@@ -328,9 +329,7 @@ class Scheduler:
         plan = StepPlan(self._step, tuple(scheduled), transfers, tuple(starts), ends)
         if plan.is_empty and self.requests and not self._flights:
             free = self.memory.pool.num_available
-            raise InternalError(
-                f"step {self._step}: no plan for {len(self.requests)} requests, {free} blocks available"
-            )
+            raise InternalError(f"step {self._step}: no plan for {len(self.requests)} requests, {free} blocks free")
         self._flights.append(Flight(plan, work))
         self.memory.pool.fence(self._step)
         self.counters.count_step(plan.num_tokens, self.memory.pool.num_used)
@@ -351,9 +350,7 @@ class Scheduler:
                 if end // self.memory.layout.block_size > seq.num_published:
                     self.admission.computed(self.memory.publish(seq))
         if result.prompt_logprobs:
-            for item, (seq, _, _) in zip(flight.plan.scheduled, flight.work):
-                if entries := result.prompt_logprobs.get(item.seq_id):
-                    keep_prompt_logprobs(seq.request, item.start, entries)
+            keep_prompt_logprobs(flight, result)
         news: list[SequenceNews] = []
         beams: dict[str, Request] = {}
         for seq_id, drawn in result.drawn.items():
@@ -377,6 +374,9 @@ class Scheduler:
             seq.num_pending = 0
             news.append(SequenceNews(seq, (), (), drawn.error))
             self.finish(seq, "error", drawn.error)
+        elif request.pooling is not None:
+            request.embedding = drawn.embedding
+            self.finish(seq, "stop")
         elif request.beam_state is not None:
             request.beam_state.offer(seq.seq_id, drawn.logprobs[0])
             beams[request.request_id] = request

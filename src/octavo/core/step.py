@@ -8,13 +8,13 @@ while the next one is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import PoolingParams, SamplingParams
 
 #: In `ScheduledSequence.token_ids`: "the token this sequence drew in the step before this one".
 #: Only planned while that step is still in flight; the runner has the token, the scheduler not yet.
@@ -47,6 +47,28 @@ class TableUpdate:
     block_ids: tuple[int, ...]  # -1: released, behind a sliding window, never read again
 
 
+class ConstraintState(Protocol):
+    """One sequence's place in a grammar. error: why no token may follow any more; the sequence must end then."""
+
+    error: str | None
+
+    def push(self, token: int) -> None:
+        """The sequence drew `token`."""
+        ...
+
+    def restrict(self, row: Any) -> None:
+        """Logits of tokens that may not follow become -inf; row: float32 [V], changed in place."""
+        ...
+
+
+class Constraint(Protocol):
+    """What the text of a request must look like. Immutable; every sequence starts a state of its own."""
+
+    def start(self, output: Sequence[int], end_ids: Sequence[int]) -> ConstraintState:
+        """The state after the tokens `output`. end_ids may follow where the text may end, and nowhere else."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
     """A sequence the runner has no row for (new, forked, or resumed): everything known about it."""
@@ -61,6 +83,8 @@ class SequenceStart:
     end_ids: tuple[int, ...] = ()  # end of text and stop ids: banned before `params.min_tokens`
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     num_candidates: int = 0  # a beam: return this many candidates, draw nothing; `params` is then a neutral default
+    constraint: Constraint | None = None
+    pooling: PoolingParams | None = None  # return a vector, draw nothing; `params` is then a neutral default
 
 
 class ScheduledSequence(NamedTuple):
@@ -124,12 +148,13 @@ class Drawn(NamedTuple):
 
     For a beam `token_ids` is empty and `logprobs` holds the candidates (best first, no chosen token in front,
     rank 0). `error`: this sequence could not draw (its logits hold a NaN, an id is outside the vocabulary); it must
-    end, the others of the step are untouched.
+    end, the others of the step are untouched. `embedding`: what a pooling request asked for; it has no tokens.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

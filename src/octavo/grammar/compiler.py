@@ -29,8 +29,9 @@ SECONDS = 5.0  # most time for one grammar
 STUCK = 4  # compilations that ran out of time and may still be running; more are refused
 STACK_BYTES = 256 << 20  # the library follows chains of references by recursion; address space, not memory
 TRIED_STEPS = 12
-#: JSON allows endless white space between values, and a model can get lost in it.
-WHITE_SPACE = r"[ \n\t\r]{0,24}"
+#: JSON allows endless white space between values, and a model can get lost in it: nothing, one space, or one line break
+#: with an indentation.
+WHITE_SPACE = r"( |\n {0,24}|\n\t{0,12})?"
 _stack_lock = threading.Lock()
 
 

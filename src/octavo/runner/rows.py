@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from octavo.core.step import SequenceStart, TableUpdate
 from octavo.errors import BoundsError, InternalError
+from octavo.runner.pooling import Pool
 from octavo.runner.sampling_state import SamplingState
 
 Table = npt.NDArray[np.int32]
@@ -24,7 +25,7 @@ Table = npt.NDArray[np.int32]
 class SequenceRow:
     """What the runner knows of one sequence. `index`: its row in the tables, which may change when others end."""
 
-    __slots__ = ("error", "index", "last_token", "prompt_len", "seq_id", "state", "token_ids")
+    __slots__ = ("error", "index", "last_token", "pool", "prompt_len", "seq_id", "state", "token_ids")
 
     def __init__(self, start: SequenceStart, index: int, vocab_size: int) -> None:
         self.seq_id = start.seq_id
@@ -32,6 +33,7 @@ class SequenceRow:
         self.prompt_len = start.prompt_len
         self.token_ids = start.token_ids  # kept for prompt logprobs; the tuple is shared, not copied
         self.state = SamplingState(start, vocab_size)
+        self.pool = None if start.pooling is None else Pool(start.pooling, start.prompt_len)
         self.last_token: int | None = None
         self.error: str | None = None
 

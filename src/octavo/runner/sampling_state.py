@@ -63,7 +63,8 @@ class TokenCounts:
 class SamplingState:
     """The sampling side of one sequence.
 
-    error: set when the parameters name ids outside the vocabulary; the sequence then draws nothing but this message.
+    error: set when the parameters name ids outside the vocabulary, or when no token continues the grammar; the sequence
+    then draws nothing but this message.
     adjusts: `adjust` changes logits (so a caller must hand it a private copy of the row).
     """
 
@@ -81,6 +82,11 @@ class SamplingState:
         self.num_output = len(start.token_ids) - start.prompt_len
         self._min_tokens = params.min_tokens
         self._end_ids = _ids(start.end_ids)
+        self._grammar = (
+            None
+            if start.constraint is None
+            else start.constraint.start(start.token_ids[start.prompt_len :], start.end_ids)
+        )
         self._allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
         self._bias_ids = _ids(params.logit_bias or ())
         self._bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
@@ -98,7 +104,13 @@ class SamplingState:
         if penalised and self.error is None:
             prompt = start.token_ids[: start.prompt_len] if self._repetition != 1.0 else ()
             self._counts = TokenCounts(prompt, output)
-        self._always_adjusts = bool(penalised or self._allowed is not None or self._bad_words or len(self._bias_ids))
+        self._always_adjusts = bool(
+            penalised
+            or self._allowed is not None
+            or self._bad_words
+            or len(self._bias_ids)
+            or self._grammar is not None
+        )
 
     def _outside(self, start: SequenceStart, vocab_size: int) -> str | None:
         named: list[tuple[str, Sequence[int] | Ids]] = [
@@ -139,6 +151,8 @@ class SamplingState:
     def push(self, token: int) -> None:
         """The sequence drew `token`."""
         self.num_output += 1
+        if self._grammar is not None:
+            self._grammar.push(token)
         if self._counts is not None:
             self._counts.add(token)
         if self._keep_recent:
@@ -148,10 +162,14 @@ class SamplingState:
     def adjust(self, row: Row) -> None:
         """Change a private copy of the raw logits [V] in place, in this order.
 
-        Allowed ids, bad words (matched against generated tokens), end ids before min_tokens, logit_bias, then
-        penalties: repetition over prompt and output (divides a positive logit, multiplies a negative one; Keskar et
-        al. 2019, section 4.1), frequency times count, presence once. A banned token becomes -inf and stays it.
+        The grammar's tokens, allowed ids, bad words (matched against generated tokens), end ids before min_tokens,
+        logit_bias, then penalties: repetition over prompt and output (divides a positive logit, multiplies a negative
+        one; Keskar et al. 2019, section 4.1), frequency times count, presence once. A banned token becomes -inf and
+        stays it.
         """
+        if self._grammar is not None:
+            self._grammar.restrict(row)
+            self.error = self.error or self._grammar.error
         if self._allowed is not None:
             kept = row[self._allowed]
             row.fill(-np.inf)
@@ -183,8 +201,12 @@ class SamplingState:
         """The token to draw when the bans left nothing: the likeliest allowed id, or the likeliest of all.
 
         Bans that contradict each other must not stop the step; the choice is deterministic and keeps the strongest
-        promise (allowed_token_ids) over the weaker ones (bad words, min_tokens).
+        promise (allowed_token_ids) over the weaker ones (bad words, min_tokens). A grammar has no fallback: the
+        sequence gets an `error`, and what is returned is no token.
         """
+        if self._grammar is not None:
+            self.error = self.error or "the model gives no token that the grammar allows a finite logit"
+            return -1
         if self._allowed is None:
             return int(raw.argmax())
         allowed = np.sort(self._allowed)
