@@ -20,7 +20,7 @@ from octavo.cli import options
 from octavo.cli.chat import Conversation, transcript
 from octavo.cli.main import build_parser, main
 from octavo.config import EngineConfig
-from octavo.errors import InternalError
+from octavo.errors import InternalError, SamplingError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -207,7 +207,29 @@ def test_every_sampling_option_reaches_its_parameter() -> None:
     assert settings["logit_bias"] == {3: -1.5, 4: 2.0} and settings["skip_special_tokens"] is False
     SamplingParams(**settings)
     left_out = {f.name for f in fields(SamplingParams)} - set(settings)
-    assert left_out == {"detokenize"}
+    assert left_out == {"detokenize", "structured_outputs"}
+
+
+def test_the_shape_of_the_text_reaches_its_parameter(tmp_path: Path) -> None:
+    def shape(*more: str) -> Any:
+        return options.sampling_settings(build_parser().parse_args(["generate", "x", *more])).get("structured_outputs")
+
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    assert shape() is None
+    assert shape("--json-schema", str(tmp_path / "schema.json")) == {"json": '{"type": "integer"}'}
+    assert shape("--json-schema", ' {"type": "null"}') == {"json": ' {"type": "null"}'}
+    assert shape("--json-object") == {"json_object": True}
+    assert shape("--regex", "a+") == {"regex": "a+"}
+    assert shape("--choice", "yes", "--choice", "no") == {"choice": ["yes", "no"]}
+    (tmp_path / "g.lark").write_text('start: "a"')
+    assert shape("--grammar", str(tmp_path / "g.lark")) == {"grammar": 'start: "a"'}
+    with pytest.raises(SamplingError, match="No such file"):
+        shape("--grammar", str(tmp_path / "none"))
+
+
+def test_beams_take_no_shape(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--beam-width", "2", "--regex", "a"]) == 2
+    assert "--regex: no effect with --beam-width" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from octavo.cli.options import (
     add_engine_options,
     add_sampling_options,
     engine_settings,
+    given_shapes,
     refuse,
     sampling_settings,
 )
@@ -36,6 +37,7 @@ examples:
   octavo generate --prompts-file prompts.txt --json > answers.jsonl
   git log -1 | octavo generate --stream
   octavo generate "Roses are" --beam-width 4
+  octavo generate "Is the sky blue?" --choice yes --choice no
 """
 
 
@@ -160,6 +162,8 @@ def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
         refuse({k: 1 for k in ("logprobs", "prompt_logprobs") if k in given and not args.json}, "without --json")
         return SamplingParams(**(DEFAULTS | given))
     allowed = ("max_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "deadline_ms")
+    given |= given_shapes(args)  # under the names of the options
+    given.pop("structured_outputs", None)
     refuse({k: v for k, v in given.items() if k not in allowed}, "with --beam-width")
     refuse({name: 1 for name in ("stream", "explain_cache") if getattr(args, name)}, "with --beam-width")
     options = {"max_tokens": DEFAULTS["max_tokens"]} | given

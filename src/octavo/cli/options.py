@@ -28,6 +28,8 @@ SAMPLING_PARAMETERS = (
     "ignore_eos", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
     "deadline_ms",
 )  # fmt: skip
+#: What the text must look like: exactly one of them, see `StructuredOutputs`.
+SHAPES = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def byte_count(text: str) -> int:
@@ -136,6 +138,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--skip-special-tokens", action=argparse.BooleanOptionalAction, help="leave special tokens out of the text (on)"
     )
     group.add_argument("--deadline-ms", type=float, metavar="MS", help="end after so many milliseconds")
+    shape = parser.add_argument_group("what the text must look like (needs octavo[structured])")
+    shape.add_argument("--json-schema", metavar="FILE", help="JSON that fits this schema: a file, or {…} itself")
+    shape.add_argument("--json-object", action="store_true", default=None, help="any JSON object")
+    shape.add_argument("--regex", metavar="PATTERN", help="the whole text matches this pattern")
+    shape.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts (may be repeated)")
+    shape.add_argument("--grammar", metavar="FILE", help="a grammar in llguidance's Lark dialect")
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +161,33 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
+    if shape := _structured_outputs(args):
+        given["structured_outputs"] = shape
     return given
+
+
+def given_shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that say what the text must look like, as given."""
+    return {name: value for name in SHAPES if (value := getattr(args, name)) is not None}
+
+
+def _structured_outputs(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `StructuredOutputs`."""
+    given = given_shapes(args)
+    if "json_schema" in given:
+        schema = given.pop("json_schema")
+        given["json"] = schema if schema.lstrip().startswith("{") else _read("--json-schema", schema)
+    if "grammar" in given:
+        given["grammar"] = _read("--grammar", given["grammar"])
+    return given
+
+
+def _read(option: str, path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SamplingError(f"{option} {path}: {error}") from error
 
 
 def refuse(names: dict[str, Any], because: str) -> None:
