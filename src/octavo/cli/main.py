@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octavo.cli import bench, chat, generate, info, replay, version
+from octavo.cli import bench, chat, doctor, generate, info, replay, top, version
 from octavo.errors import ConfigError, OctavoError, RequestError
 
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ def build_parser(full_bench: bool = True) -> argparse.ArgumentParser:
         prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, chat, info, replay):
+    for module in (generate, chat, info, replay, doctor, top):
         module.add_parser(subparsers)
     bench.add_parser(subparsers, full=full_bench)
     version.add_parser(subparsers)

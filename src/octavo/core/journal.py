@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.core.scheduler import Scheduler
 
 #: Block sizes whose losses are counted for the finished sequences, whatever size the pool has.
-COMPARED_BLOCK_SIZES = (8, 16, 32, 64)
+COMPARED_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 RECENT_SAMPLES = 600
 WHOLE_SAMPLES = 512
 FINISHED_KEPT = 256

@@ -14,6 +14,9 @@ use and the samples kept, so take it when somebody looks.
     waste, counterfactual   see `octavo.inspect.waste`
     totals      sums over the finished requests, with the losses of other block sizes
     miss_reasons            reason -> look-ups that ended for it
+    sequences   those that hold blocks now, oldest first: seq_id, request_id, tokens, computed, tables (per group; -1:
+                released); shared: blocks of these tables that others hold too
+    queue       the first that wait: request_id, prompt_tokens, output_tokens so far, preemptions, waited_s
     recent, overall         samples: the last minute, and the whole run (coarser); rates since the sample before
     finished    reports of the latest finished requests, newest first
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.core.journal import FinishedRequest, Journal, Sample
@@ -33,8 +37,12 @@ from octavo.inspect.waste import waste_as_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from octavo.core.view import PoolView
+
 VERSION = 1
 FINISHED_SHOWN = 32
+SEQUENCES_SHOWN = 256
+QUEUE_SHOWN = 64
 
 
 class EngineLike(Protocol):
@@ -48,10 +56,17 @@ class EngineLike(Protocol):
     def now(self) -> float: ...
 
 
-def engine_report(engine: EngineLike, *, finished: int = FINISHED_SHOWN) -> dict[str, Any]:
-    """The report of a live engine. Call it on the engine's thread, between two steps."""
+def engine_report(engine: EngineLike, *, finished: int = FINISHED_SHOWN, samples: int | None = None) -> dict[str, Any]:
+    """The report of a live engine. Call it on the engine's thread, between two steps.
+
+    finished: requests that have ended to list. samples: at most so many of each ring (None: all that are kept).
+    """
     stats = asdict(engine.stats())
-    return _report("engine", engine.scheduler, engine.journal, engine.about(), stats, engine.now(), finished)
+    report = _report("engine", engine.scheduler, engine.journal, engine.about(), stats, engine.now(), finished)
+    if samples is not None:
+        report["recent"] = report["recent"][-samples:] if samples else []
+        report["overall"] = report["overall"][:: max(1, -(-len(report["overall"]) // samples))] if samples else []
+    return report
 
 
 def recording_report(path: str | Path, *, finished: int = FINISHED_SHOWN) -> dict[str, Any]:
@@ -139,11 +154,41 @@ def _report(
         },
         "stats": stats,
         **waste_as_json(view),
+        **_live(scheduler, view, now),
         "totals": totals_as_json(journal),
         "miss_reasons": stats["miss_reasons"],
         "recent": samples_as_json([*journal.recent, latest]),
         "overall": samples_as_json([*journal.whole, latest]),
         "finished": [finished_as_json(r) for r in journal.latest(finished)],
+    }
+
+
+def _live(scheduler: Scheduler, view: PoolView, now: float) -> dict[str, Any]:
+    """Sequences and queue of this moment, as far as they are shown."""
+    shown = sorted(view.block_tables)[:SEQUENCES_SHOWN]
+    blocks = {b for seq_id in shown for table in view.block_tables[seq_id] for b in table if b >= 0}
+    return {
+        "sequences": [
+            {
+                "seq_id": seq_id,
+                "request_id": view.requests[seq_id],
+                "tokens": view.num_tokens[seq_id],
+                "computed": view.num_computed[seq_id],
+                "tables": view.block_tables[seq_id],
+            }
+            for seq_id in shown
+        ],
+        "shared": sorted(b for b in blocks if view.ref_counts.get(b, 0) > 1),
+        "queue": [
+            {
+                "request_id": r.request_id,
+                "prompt_tokens": r.prompt_len,
+                "output_tokens": max(s.num_output for s in r.sequences),
+                "preemptions": r.num_preemptions,
+                "waited_s": max(0.0, now - r.arrival),
+            }
+            for r in islice(scheduler.waiting, QUEUE_SHOWN)
+        ],
     }
 
 
