@@ -67,7 +67,7 @@ def _plain(picture: Callable[[tuple[int, int]], list[str]], interval: float) -> 
 
 
 def _live(picture: Callable[[tuple[int, int]], list[str]], interval: float) -> None:
-    """The picture in place of the one before, on the terminal's second screen. A server that goes away is waited for."""
+    """The picture in place of the one before, on the second screen. A server that goes away is waited for."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

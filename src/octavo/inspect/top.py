@@ -96,7 +96,7 @@ def waste_lines(report: dict[str, Any]) -> list[str]:
         waste += f", {format_bytes(w['window_saved_bytes'])} behind windows"
     static = (
         f"static allocation would have needed {format_bytes(c['static_peak_bytes'])} for the {c['peak_sequences']} "
-        f"sequences at once that took {format_bytes(c['paged_peak_bytes'])}; this pool would hold {c['static_sequences']}"
+        f"at once that took {format_bytes(c['paged_peak_bytes'])}; this pool would hold {c['static_sequences']}"
     )
     return [waste, static]
 
