@@ -10,14 +10,14 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 TIMEOUT_S = 10.0
 
 
-class ServerUnreachable(OctavoError):
+class ServerUnreachable(ConfigError):
     """The server does not answer, or not with what was asked for."""
 
 
@@ -58,5 +58,5 @@ def fetch_json(base: str, path: str, api_key: str | None = None) -> Any:
     except (URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         raise ServerUnreachable(
-            f"{base} does not answer ({reason}); start it with `octavo serve`, or name another"
+            f"{base} does not answer ({reason}); start one with `octavo serve`, or name another"
         ) from error
