@@ -1,4 +1,4 @@
-"""Grammars for tests, and an independent judge of each: jsonschema_rs for JSON, `re` for patterns, equality for choices."""
+"""Grammars for tests, and independent judges of what they give: jsonschema_rs for JSON, `re` for patterns."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ MAX_CHOICES = 2000
 MAX_MULTIPLE = 4096  # numerator of multipleOf in lowest terms
 #: llguidance's own limits: work while compiling, work for one mask, states, size.
 FUEL = {
-    "initial_lexer_fuel": 500_000,
+    "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 20_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
