@@ -35,7 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "kernels", "models", "runner", "grammar", "text", "outputs", "logs", *WORDS},
     "llm": {"engine", "text", "outputs", "logs", "interrupts", *WORDS},
     "attention": {"core", "kernels", "runner", *WORDS},
-    "server": {"llm", "engine", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", *WORDS},
+    "server": {
+        "llm", "engine", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", "package", *WORDS,
+    },
     "bench": {
         "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs",
         "logs", "package", *WORDS,
@@ -48,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
     "builder": "engine", "door": "engine", "request_text": "engine",
-    "async_engine": "llm", "async_request": "llm", "latency": "llm", "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
+    "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
+    "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
     "__init__": "package", "__main__": "cli",
 }  # fmt: skip
 #: Single imports against the direction, with their reasons.

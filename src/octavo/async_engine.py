@@ -25,18 +25,19 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from octavo.async_command import Command
 from octavo.async_request import AsyncRequest, Mail
 from octavo.errors import InternalError, OctavoError, PromptError, RequestError, UnavailableError
 from octavo.latency import Latencies
 from octavo.logs import logger
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
 
 T = TypeVar("T")
-Params = SamplingParams | BeamSearchParams
+Params = SamplingParams | BeamSearchParams | PoolingParams
 INLINE_CHARACTERS = 2000  # a longer text is tokenised off the event loop
 
 
@@ -51,7 +52,7 @@ class AsyncEngine:
         self.failure: BaseException | None = None
         self.draining = False
         self.latencies = Latencies()
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._lock = threading.Lock()  # guards `_over` against the last commands
         self._over = False
         self._live: dict[str, AsyncRequest] = {}  # only the engine's thread changes it
@@ -62,6 +63,7 @@ class AsyncEngine:
         self._arriving = 0
         self._thread: threading.Thread | None = None
         self._text_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
+        self._grammar_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="octavo-grammar")
 
     @property
     def engine(self) -> Engine:
@@ -95,14 +97,15 @@ class AsyncEngine:
         while self._live and loop.time() < limit and self.failure is None:
             await asyncio.sleep(0.02)
         if self._thread is not None:
-            self._put(_Command(lambda engine: self._abort_all(engine)))
-            self._put(_Command(None))
+            self._put(Command(lambda engine: self._abort_all(engine)))
+            self._put(Command(None))
             await loop.run_in_executor(None, self._thread.join)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
     def abort_all(self) -> None:
         """Abort everything that runs or waits; each gives a last output with finish_reason "abort"."""
-        self._put(_Command(lambda engine: self._abort_all(engine)))
+        self._put(Command(lambda engine: self._abort_all(engine)))
 
     def _abort_all(self, engine: Engine) -> None:
         for request_id in list(self._live):
@@ -128,11 +131,11 @@ class AsyncEngine:
         arrived: float | None = None,
         stream: bool = True,
     ) -> AsyncRequest:
-        """Hand one request to the engine. Raises `RequestError` at the door, `UnavailableError` when there is no engine.
+        """Hand one request to the engine. Raises `RequestError` at the door, `UnavailableError` without an engine.
 
         deadline_ms replaces that of `params`; arrived (`time.monotonic()`; None: now) is when it began to count.
-        stream=False: the deltas come all at the end, one for each sample. So they do for best_of > n, whatever is asked,
-        since which samples are kept is known only then.
+        stream=False: the deltas come all at the end, one for each sample. So they do for best_of > n, whatever is
+        asked, since which samples are kept is known only then.
         """
         if deadline_ms is not None:
             params = replace(params, deadline_ms=deadline_ms)
@@ -159,6 +162,9 @@ class AsyncEngine:
         self._arriving += len(prompts)
         try:
             encoded = [await self.encode(prompt) for prompt in prompts]
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._grammar_pool, self._engine.prepare, params)
             name = request_id or f"r{next(self._numbers)}"
             requests = [
                 AsyncRequest(
@@ -219,7 +225,7 @@ class AsyncEngine:
 
         It may take a step's time until it runs, and it holds up every request while it does.
         """
-        command = _Command(function)
+        command = Command(function)
         self._put(command)
         return command.future
 
@@ -237,10 +243,10 @@ class AsyncEngine:
         return remove
 
     def abort(self, request_id: str) -> None:
-        """End a request in whatever state it is; harmless when it has ended. Its blocks are free before the next step."""
-        self._put(_Command(lambda engine: engine.abort(request_id)))
+        """End a request in whatever state it is; harmless when it has ended. Blocks are free before the next step."""
+        self._put(Command(lambda engine: engine.abort(request_id)))
 
-    def _put(self, command: _Command) -> None:
+    def _put(self, command: Command) -> None:
         with self._lock:
             if not self._over:
                 self._commands.put(command)
@@ -366,32 +372,9 @@ class AsyncEngine:
             self._fail(error)
 
 
-class _Command:
-    """A function for the engine's thread and where its result goes. function None: end the thread."""
-
-    __slots__ = ("function", "future")
-
-    def __init__(self, function: Callable[[Engine], Any] | None) -> None:
-        self.function = function
-        self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run(self, engine: Engine) -> None:
-        assert self.function is not None
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.function(engine))
-        except Exception as error:
-            self.future.set_exception(error)
-
-    def refuse(self, error: BaseException) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
 def _ranked(params: Params) -> bool:
     """Is it known only at the end which samples are returned?"""
-    return isinstance(params, BeamSearchParams) or params.num_sequences > params.n
+    return not isinstance(params, SamplingParams) or params.num_sequences > params.n
 
 
 def _swallow(future: asyncio.Future[Any]) -> None:

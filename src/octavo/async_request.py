@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.latency import Latencies
 from octavo.outputs import Logprob, RequestOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class AsyncRequest:
         engine: AsyncEngine,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int,
         cache_salt: str | None,
@@ -164,7 +164,7 @@ class AsyncRequest:
 
     # -- the engine's side, on its thread --------------------------------------------------------------------------
 
-    def remaining_params(self, now: float) -> SamplingParams | BeamSearchParams:
+    def remaining_params(self, now: float) -> SamplingParams | BeamSearchParams | PoolingParams:
         """The parameters with what is left of the deadline; the time since the arrival counts."""
         if self.params.deadline_ms is None:
             return self.params

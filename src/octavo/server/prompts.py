@@ -1,0 +1,95 @@
+"""Prompts of requests: conversations through the model's chat template, texts, token ids. Long ones off the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.async_engine import AsyncEngine
+from octavo.errors import PromptError
+from octavo.llm import LLM
+from octavo.server.errors import ApiError
+from octavo.server.protocol.chat import Message
+from octavo.text.prompts import Prompt
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """The message as chat templates expect it: plain text, arguments of calls as objects."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.role not in ("assistant", "tool") and content is None:
+        raise ApiError(400, f"messages: one of role {message.role!r} has no content", param="messages", code="missing")
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+        plain["content"] = content or ""
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ApiError(
+            400, f"messages: the arguments of a tool call are no JSON: {text[:80]!r}", param="messages"
+        ) from None
+
+
+async def conversation(
+    engine: AsyncEngine,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """A conversation as a prompt, exactly as `LLM.chat` makes it."""
+    reserved = {"messages", "tools", "add_generation_prompt", "template", "self", "documents"} & set(variables or {})
+    if reserved:
+        message = f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be given here"
+        raise ApiError(400, message, param="chat_template_kwargs")
+    llm = LLM.from_engine(engine.engine)  # for its chat_prompt, which touches the tokenizer alone
+
+    def work() -> Prompt:
+        return llm.chat_prompt(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, chat_template_kwargs=variables
+        )
+
+    length = sum(len(str(m.get("content") or "")) for m in messages) + (len(str(tools)) if tools else 0)
+    return await engine.off_loop(work, length)
+
+
+async def texts(engine: AsyncEngine, prompt: Any, *, add_special_tokens: bool = True) -> list[Prompt]:
+    """OpenAI's `prompt`: a text, token ids, or a list of either; all encoded."""
+    if isinstance(prompt, str):
+        return [await _encoded(engine, prompt, add_special_tokens)]
+    if not prompt:
+        raise PromptError("prompt: an empty list; give at least one text or one token")
+    if isinstance(prompt[0], int):
+        return [Prompt(token_ids=tuple(prompt))]
+    return [
+        await _encoded(engine, each, add_special_tokens) if isinstance(each, str) else Prompt(token_ids=tuple(each))
+        for each in prompt
+    ]
+
+
+async def _encoded(engine: AsyncEngine, text: str, add_special_tokens: bool) -> Prompt:
+    if not text or add_special_tokens:
+        return await engine.encode(Prompt(text))
+    tokenizer = engine.engine.tokenizer
+    if tokenizer is None:
+        raise PromptError("prompt: the engine has no tokenizer; give token ids")
+    ids = await engine.off_loop(lambda: tokenizer.encode(text, add_special_tokens=False), len(text))
+    return Prompt(text, tuple(ids))

@@ -1,0 +1,1 @@
+"""The routes, one module each: a body in, an `Exchange`, an answer out."""

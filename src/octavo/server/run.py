@@ -1,0 +1,194 @@
+"""`serve`: the app under uvicorn, with the model loading meanwhile, until a signal or the engine's end.
+
+The port answers from the first moment: /health says "loading", /ready 503. SIGTERM or Ctrl-C: no new connections, what
+runs may finish for `drain_seconds`, then it is aborted; a second Ctrl-C ends at once. Exit codes: 0 after a signal, 1
+when the engine failed, 2 when the model could not be loaded as asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from octavo.async_engine import AsyncEngine
+from octavo.engine import Engine
+from octavo.errors import ConfigError
+from octavo.logs import logger
+from octavo.server.app import create_app
+from octavo.server.connection import protocol_for
+from octavo.server.settings import Loaded
+from octavo.server.state import ServerState
+from octavo.vllm_names import config_from
+
+SWITCH_SECONDS = 0.001  # the engine's thread waits at most so long for the interpreter when a kernel has ended
+Say = Callable[[str], None]
+
+
+def serve(loaded: Loaded, *, say: Say | None = None, build: Callable[..., Engine] | None = None) -> int:
+    """Run until the end; the exit code. say: where lines for the operator go. build: what makes the engine."""
+    return Running(loaded, say or _to_stderr, build or _build).run()
+
+
+class Running:
+    """One server process."""
+
+    def __init__(self, loaded: Loaded, say: Say, build: Callable[..., Engine]) -> None:
+        self._loaded = loaded
+        self._say = say
+        self._build_engine = build
+        settings = loaded.server
+        self.app = create_app(None, settings)
+        self.state: ServerState = self.app.state.server
+        self.server = _Server(
+            uvicorn.Config(
+                self.app,
+                host=settings.host,
+                port=settings.port,
+                http=protocol_for(settings),
+                ws="none",
+                loop="uvloop" if _has("uvloop") else "asyncio",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=settings.max_connections,
+                timeout_graceful_shutdown=int(settings.drain_seconds) + 5,
+                timeout_keep_alive=30,
+                backlog=1024,
+            ),
+            self._begin_drain,
+            self._listening,
+        )
+        self.code = 0
+
+    def run(self) -> int:
+        """Blocks. Raises ConfigError for settings that cannot be honoured."""
+        # Fail before the port is open on what can be known now.
+        config = config_from(**self._loaded.engine)
+        for warning in self._loaded.warnings:
+            self._say(f"warning: {warning}")
+        if not len(self.app.state.keys) and self._loaded.server.host not in ("127.0.0.1", "localhost", "::1"):
+            self._say(
+                f"warning: {self._loaded.server.host} can be reached from other machines and there is no API key; "
+                "give --api-key-file"
+            )
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self.state.on_death = lambda error: self._end(1)
+        threading.Thread(target=self._load, args=(config,), name="octavo-load", daemon=True).start()
+        try:
+            self.server.run()
+        except SystemExit:  # uvicorn could not open the port; it has said why
+            return 1
+        return self.code
+
+    # -- on other threads --------------------------------------------------------------------------------------------
+
+    def _load(self, config: Any) -> None:
+        try:
+            engine = self._build_engine(config, on_progress=self._progress)
+        except BaseException as error:
+            self.state.load_error = f"{type(error).__name__}: {error}"
+            self._say(f"octavo: the model could not be loaded: {error}")
+            if not isinstance(error, ConfigError):
+                logger.error("loading failed", exc_info=error)
+            self._end(2 if isinstance(error, ConfigError) else 1)
+            return
+        running = AsyncEngine(engine)
+        running.start()
+        self.state.attach(running)
+        self._report(engine)
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self.state.progress = (stage, done, total)
+
+    def _report(self, engine: Engine) -> None:
+        settings = self._loaded.server
+        self._say("settings in force:")
+        for line in self._loaded.report(engine.settings()):
+            self._say(f"  {line}")
+        self._say(f"ready: {', '.join(self.state.model_names)} at http://{settings.host}:{self.server.port}/v1")
+
+    def _end(self, code: int) -> None:
+        """Let the process end with this code. From any thread."""
+        self.code = self.code or code
+        self.server.should_exit = True
+
+    # -- on the event loop ---------------------------------------------------------------------------------------------
+
+    def _listening(self) -> None:
+        settings = self._loaded.server
+        self._say(f"listening on http://{settings.host}:{self.server.port} (loading the model)")
+
+    def _begin_drain(self) -> None:
+        self.state.begin_drain()
+        engine = self.state.engine
+        if engine is not None:
+            engine.draining = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._loaded.server.drain_seconds, engine.abort_all)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server; signals begin the drain, and the process ends with our own exit code."""
+
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None], on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
+        self._on_start = on_start
+
+    @property
+    def port(self) -> int:
+        """The port really used (0 asks for any)."""
+        for server in getattr(self, "servers", []):
+            for socket in server.sockets:
+                return int(socket.getsockname()[1])
+        return self.config.port
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._on_exit()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def _handle(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def _build(config: Any, on_progress: Any) -> Engine:
+    return Engine.build(config, on_progress=on_progress)
+
+
+def _has(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
