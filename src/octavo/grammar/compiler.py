@@ -153,7 +153,8 @@ def _grammar(asked: StructuredOutputs, library: Any) -> str:
             raise SamplingError(f"json: {error}") from None
         return text
     if kind == "regex":
-        return str(make.grammar_from_regex(asked.regex))
+        # A digit is one of 0 to 9: nobody who writes \d{4} for a year means the other six hundred of Unicode.
+        return str(make.grammar_from_lark(f"start: /{library.regex_to_lark(asked.regex, 'd')}/"))
     if kind == "choice":
         words = " | ".join(json.dumps(word, ensure_ascii=False) for word in asked.choice or ())
         return str(make.grammar_from_lark(f"start: {words}"))
