@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octavo.cli import bench, chat, doctor, generate, info, replay, top, version
+from octavo.cli import bench, chat, doctor, generate, info, replay, serve, top, version
 from octavo.errors import ConfigError, OctavoError, RequestError
 
 DESCRIPTION = """\
@@ -22,6 +22,7 @@ examples:
   octavo generate "The capital of France is" --temperature 0 --show-blocks
   octavo generate "Once upon a time" --n 4 --seed 1 --max-tokens 64
   octavo chat --model path/to/model
+  octavo serve --port 8000
   octavo info gemma-3-270m
 """
 
@@ -32,7 +33,7 @@ def build_parser(full_bench: bool = True) -> argparse.ArgumentParser:
         prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, chat, info, replay, doctor, top):
+    for module in (generate, chat, serve, info, replay, doctor, top):
         module.add_parser(subparsers)
     bench.add_parser(subparsers, full=full_bench)
     version.add_parser(subparsers)

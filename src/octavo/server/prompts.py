@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from octavo.async_engine import AsyncEngine
-from octavo.errors import PromptError
+from octavo.errors import ConfigError, PromptError
 from octavo.llm import LLM
 from octavo.server.errors import ApiError
 from octavo.server.protocol.chat import Message
 from octavo.text.prompts import Prompt
+
+#: Templates by name, for models without one.
+TEMPLATES = {
+    "plain": (
+        "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}"
+    )
+}
+
+
+def read_template(given: str | None) -> str | None:
+    """The Jinja source of a name in `TEMPLATES` or of a file. Raises `ConfigError`."""
+    if given is None or given in TEMPLATES:
+        return None if given is None else TEMPLATES[given]
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={given}: {error}; give a file, or one of {', '.join(TEMPLATES)}") from error
 
 
 def as_template_message(message: Message) -> dict[str, Any]:
@@ -51,11 +70,21 @@ async def conversation(
     engine: AsyncEngine,
     messages: Sequence[Mapping[str, Any]],
     *,
+    template: str | None = None,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """A conversation as a prompt, exactly as `LLM.chat` makes it."""
+    """A conversation as a prompt, exactly as `LLM.chat` makes it. template: the server's own, if it was given one."""
+    tokenizer = engine.engine.tokenizer
+    if template is None and tokenizer is not None and not tokenizer.has_chat_template:
+        raise ApiError(
+            400,
+            "this model has no chat template (a base model continues text rather than answering): use /v1/completions, "
+            "or start the server with --chat-template FILE (or `plain`)",
+            param="messages",
+            code="no_chat_template",
+        )
     reserved = {"messages", "tools", "add_generation_prompt", "template", "self", "documents"} & set(variables or {})
     if reserved:
         message = f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be given here"
@@ -64,7 +93,11 @@ async def conversation(
 
     def work() -> Prompt:
         return llm.chat_prompt(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, chat_template_kwargs=variables
+            messages,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=variables,
         )
 
     length = sum(len(str(m.get("content") or "")) for m in messages) + (len(str(tools)) if tools else 0)

@@ -15,6 +15,7 @@ from fastapi import Depends, FastAPI, Request
 from octavo.async_engine import AsyncEngine
 from octavo.logs import logger
 from octavo.server.errors import ApiError
+from octavo.server.prompts import read_template
 from octavo.server.settings import ServerSettings
 
 
@@ -26,6 +27,7 @@ class ServerState:
         self.settings = settings
         self.created = int(time.time())
         self.model_names: tuple[str, ...] = settings.served_model_name
+        self.chat_template = read_template(settings.chat_template)
         self.progress: tuple[str, int, int] | None = None  # stage, done, total of loading
         self.load_error: str | None = None
         self.draining = False

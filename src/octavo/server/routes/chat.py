@@ -44,7 +44,7 @@ async def chat_completions(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured_outputs=one_structure(body, plan),
     )
-    prompt = await prompt_of(body, engine, plan)
+    prompt = await prompt_of(body, engine, state.chat_template, plan)
     settled.cut_to_context(engine, len(prompt.token_ids or ()))
     exchange = Exchange(http, engine, caller, "/v1/chat/completions")
     stream = bool(body.stream)
@@ -86,12 +86,13 @@ def one_structure(body: ChatBody, plan: ToolPlan | None) -> dict[str, Any] | Non
     return next(iter(given.values()), None)
 
 
-async def prompt_of(body: ChatBody, engine: AsyncEngine, plan: ToolPlan | None) -> Prompt:
+async def prompt_of(body: ChatBody, engine: AsyncEngine, template: str | None, plan: ToolPlan | None) -> Prompt:
     if body.prompt_token_ids is not None:
         return Prompt(token_ids=tuple(body.prompt_token_ids))
     return await conversation(
         engine,
         [as_template_message(message) for message in body.messages],
+        template=template,
         add_generation_prompt=body.add_generation_prompt is not False,
         tools=plan.template_tools if plan is not None else None,
         variables=body.chat_template_kwargs,

@@ -43,7 +43,7 @@ async def responses(
         logprobs=body.top_logprobs,
         structured_outputs=structure_of(body.text.format if body.text is not None else None, "text.format"),
     )
-    prompt = await prompt_of(body, engine)
+    prompt = await prompt_of(body, engine, state.chat_template)
     settled.cut_to_context(engine, len(prompt.token_ids or ()))
     exchange = Exchange(http, engine, caller, "/v1/responses")
     stream = bool(body.stream)
@@ -56,7 +56,7 @@ async def responses(
     return Response(dumps(answer.whole(await exchange.results())), media_type="application/json")
 
 
-async def prompt_of(body: ResponsesBody, engine: AsyncEngine) -> Prompt:
+async def prompt_of(body: ResponsesBody, engine: AsyncEngine, template: str | None) -> Prompt:
     if body.prompt_token_ids is not None:
         return Prompt(token_ids=tuple(body.prompt_token_ids))
     messages: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ async def prompt_of(body: ResponsesBody, engine: AsyncEngine) -> Prompt:
         content = message.content
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
-    return await conversation(engine, messages)
+    return await conversation(engine, messages, template=template)
 
 
 class ResponseAnswer:

@@ -32,6 +32,7 @@ async def tokenize(body: TokenizeBody, caller: KeyedCaller, state: State, engine
         prompt = await conversation(
             engine,
             [as_template_message(message) for message in body.messages],
+            template=state.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
         )
