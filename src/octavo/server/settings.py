@@ -32,12 +32,13 @@ class ServerSettings:
     """Settings of one server; every one has a default.
 
     api_keys: who may come in (none: everybody who can reach the port). served_model_name: names that requests may use
-    (none: the model's own). chat_template: a Jinja file, or "plain", instead of the model's own. max_waiting: requests that may wait before new ones get 429. max_body_bytes,
-    max_header_bytes, max_json_depth, max_prompts, max_n, max_schema_bytes, max_connections: refused beyond.
-    receive_seconds: a request must have come in whole by then. stall_seconds: a reader who takes nothing for so long
-    loses its request. drain_seconds: what runs at SIGTERM may finish for so long. default_deadline_ms: for requests
-    without one. cors_origins: pages that may call ("*": all). access_log: a line per HTTP request. request_log: file
-    for one JSON line per finished request ("-": stderr). blocks: serve the block map; show_tokens: with texts in it.
+    (none: the model's own). chat_template: a Jinja file, or "plain", instead of the model's own. max_waiting: requests
+    that may wait before new ones get 429. max_body_bytes, max_header_bytes, max_json_depth, max_prompts, max_n,
+    max_schema_bytes, max_connections: refused beyond. receive_seconds: a request must have come in whole by then.
+    stall_seconds: a reader who takes nothing for so long loses its request. drain_seconds: what runs at SIGTERM may
+    finish for so long. default_deadline_ms: for requests without one. cors_origins: pages that may call ("*": all).
+    access_log: a line per HTTP request. request_log: file for one JSON line per finished request ("-": stderr).
+    blocks: serve the block map; show_tokens: with texts in it.
     """
 
     host: str = "127.0.0.1"
