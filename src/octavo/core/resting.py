@@ -7,11 +7,12 @@ code, at the same step, in the same order; so queue, blocks, tables, evictions a
 step for step (the tests compare them).
 
     step      41  42  43  44  45  46  47
-    seq 7     B   ·   ·   ·   ·   ·   B       B: takes a block, scheduled as ever; ·: rests, one token a step
-    seq 9     ·   ·   E                       E: draws its last token
+    seq 7     B   ·   ·   ·   ·   ·   B       B: takes a block; ·: rests, one token a step
+    seq 9     ·   ·   E                       E: awake, draws its last token
 
 A plan lists only who is awake; `num_resting` and `resting_reads` tell the cost model of the rest. While nobody is awake
-and nobody can be let in, whole runs of steps pass at once (`quiet_steps`, `skip`).
+and nobody can be let in, whole runs of steps pass at once (`quiet_steps`, `skip`). To take a block that is there, or to
+publish a full one, nobody needs to be woken either (`tend`): nothing about it is decided.
 
 What may rest is the plain case: one sequence, no beam, no deadline, no stop ids, and a length that ends it. Everything
 else stays awake. Not for engines: the tokens of resting sequences come from `script`, not from a runner.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heappop, heappush
 from itertools import count
 
@@ -36,20 +38,29 @@ from octavo.errors import InternalError
 Script = Callable[[Request, int, int], list[int]]
 
 
+class _Why(Enum):
+    """What is due. DECISION: its end, or another way of reading; it must be awake."""
+
+    TAKE = "its block is full: it takes another one"
+    PUBLISH = "it fills its block"
+    DECISION = "anything else"
+
+
 @dataclass(slots=True, eq=False)
 class _Rest:
-    """After step s the sequence has `offset + s` tokens, until it is woken for step `wake`."""
+    """After step s the sequence has `offset + s` tokens. In step `wake` something is due for it."""
 
     seq: Sequence
     offset: int
-    wake: int
-    growing: int  # so many of the windows (smallest first) are full already: index of the first that still grows
+    full: int  # it is longer than so many of the windows, smallest first
+    wake: int = 0
+    why: _Why = _Why.TAKE
 
 
 class RestingScheduler(Scheduler):
-    """`Scheduler` whose quiet sequences rest. One step at a time; `script` says what resting sequences draw."""
+    """`Scheduler` whose quiet sequences rest. `script` says what resting sequences draw; rest=False: nobody rests."""
 
-    def __init__(self, settings: SchedulerSettings, layout: KVLayout, script: Script) -> None:
+    def __init__(self, settings: SchedulerSettings, layout: KVLayout, script: Script, *, rest: bool = True) -> None:
         super().__init__(settings, layout)
         self._script = script
         self._awake: dict[Request, None] = {}
@@ -59,7 +70,8 @@ class RestingScheduler(Scheduler):
         self._completed = 0  # steps that have reported back
         self._quiet = False  # the step being computed has nobody awake
         # Without a token for everybody in each step, who gets one is a decision.
-        self._may_rest = settings.max_num_seqs <= settings.max_num_batched_tokens and settings.max_in_flight == 1
+        budget_for_all = settings.max_num_seqs <= settings.max_num_batched_tokens
+        self._may_rest = rest and budget_for_all and settings.max_in_flight == 1
         #: Distinct windows of the layers, smallest first, None (sees all) last; the order of `resting_reads`.
         self.windows: list[int | None] = sorted(
             {g.window for g in layout.groups}, key=lambda w: (w is None, w if w is not None else 0)
@@ -79,6 +91,9 @@ class RestingScheduler(Scheduler):
     def num_resting(self) -> int:
         return len(self._resting)
 
+    def is_resting(self, seq: Sequence) -> bool:
+        return seq in self._resting
+
     def resting_reads(self, ahead: int = 0) -> list[int]:
         """Per entry of `windows`: positions that all resting sequences together read in the step planned last.
 
@@ -94,9 +109,9 @@ class RestingScheduler(Scheduler):
 
     def _work(self, round_: Round) -> list[tuple[Sequence, int]]:
         """Of the awake ones, oldest request first; everybody who rests has its token of the budget already."""
-        while self._alarms and self._alarms[0][0] <= self._step:
-            rest = heappop(self._alarms)[2]
-            if self._resting.get(rest.seq) is rest:
+        due = self._due(self._step)
+        if due and not self._take_asleep(due):
+            for rest in due:
                 self._wake(rest)
         round_.budget -= len(self._resting)
         awake = sorted(self._awake, key=_key)
@@ -177,8 +192,9 @@ class RestingScheduler(Scheduler):
                 self._kept_out = None
         self._completed = self._step
         if self._may_rest:
-            for request in [r for r in self._awake if _is_plain(r)]:
-                self._lay_down(request)
+            for item in news:  # who drew nothing is not decoding yet, or not again
+                if _is_plain(item.sequence.request):
+                    self._lay_down(item.sequence.request)
         return news
 
     def _publications(self) -> list[tuple[Sequence, int]]:
@@ -213,31 +229,43 @@ class RestingScheduler(Scheduler):
     def _lay_down(self, request: Request) -> None:
         """Let the request rest if nothing is due for it in the next step."""
         seq = request.sequences[0]
-        known, size = len(seq.token_ids), self.memory.layout.block_size
-        if seq.num_computed != known - 1 or seq.num_computed >= seq.writable_until:
+        known = len(seq.token_ids)
+        if seq.num_computed != known - 1:
             return
-        offset = known - self._step
-        # In step s it computes position offset + s - 2 and has offset + s tokens afterwards.
-        wake = min(seq.writable_until + 2, request.max_len) - offset
-        if self.memory.cache is not None:
-            wake = min(wake, (seq.num_published + 1) * size + 1 - offset)
-        growing = 0
-        while growing < len(self.windows) and (window := self.windows[growing]) is not None:
-            if known <= window:
-                wake = min(wake, window + 2 - offset)
-                break
-            growing += 1
-        if wake <= self._step + 1:
+        full = 0
+        while full < len(self.windows) and (window := self.windows[full]) is not None and known > window:
+            full += 1
+        rest = _Rest(seq, known - self._step, full)
+        self._plan_alarm(rest)
+        if rest.wake <= self._step + (rest.why is _Why.DECISION):
             return
-        rest = _Rest(seq, offset, wake, growing)
         del self._awake[request]
         self._resting[seq] = rest
         self._tally(rest, 1)
-        heappush(self._alarms, (wake, next(self._tickets), rest))
+        heappush(self._alarms, (rest.wake, next(self._tickets), rest))
+
+    def _plan_alarm(self, rest: _Rest) -> None:
+        """When something is due for it, and what. In step s it computes position offset + s - 2."""
+        seq, offset = rest.seq, rest.offset
+        rest.why, wake = _Why.TAKE, seq.writable_until + 2 - offset
+        if self.memory.cache is not None:
+            full = (seq.num_published + 1) * self.memory.layout.block_size + 1 - offset
+            if full < wake:
+                rest.why, wake = _Why.PUBLISH, full
+        decision = seq.request.max_len - offset
+        if rest.full < len(self.windows) and (window := self.windows[rest.full]) is not None:
+            decision = min(decision, window + 2 - offset)
+        if decision <= wake:
+            rest.why, wake = _Why.DECISION, decision
+        rest.wake = wake
+
+    def _set_alarm(self, rest: _Rest) -> None:
+        self._plan_alarm(rest)
+        heappush(self._alarms, (rest.wake, next(self._tickets), rest))
 
     def _tally(self, rest: _Rest, sign: int) -> None:
         for i in range(len(self.windows)):
-            if i < rest.growing:
+            if i < rest.full:
                 self._full[i] += sign
             else:
                 self._growing[i] += sign
@@ -264,37 +292,114 @@ class RestingScheduler(Scheduler):
         for rest in self._resting.values():
             self._bring_up_to_date(rest)
 
+    # -- what happens asleep -----------------------------------------------------------------------------------------
+
+    def _due(self, step: int) -> list[_Rest]:
+        """Who is due in that step; their alarms are gone."""
+        due = []
+        while self._alarms and self._alarms[0][0] <= step:
+            rest = heappop(self._alarms)[2]
+            if self._resting.get(rest.seq) is rest:
+                due.append(rest)
+        return due
+
+    def _take_asleep(self, due: list[_Rest]) -> bool:
+        """Let all that are due take their next block where they lie, if that is all and needs no decision.
+
+        Blocks are there for all of them, and no awake sequence takes one before them in this step.
+        """
+        if self._has_windows or any(rest.why is not _Why.TAKE for rest in due):
+            return False
+        if len(due) > self.memory.pool.num_available or any(self._takes_first(request) for request in self._awake):
+            return False
+        for rest in sorted(due, key=_age):
+            self._take(rest)
+        return True
+
+    @staticmethod
+    def _takes_first(request: Request) -> bool:
+        """Might the request take a block in the same pass as those who decode?"""
+        return any(missing == 1 and s.num_computed >= s.writable_until for s, missing in work_of(request))
+
+    def _take(self, rest: _Rest) -> None:
+        seq = rest.seq
+        self._bring_up_to_date(rest)
+        self.memory.extend(seq, seq.num_computed, seq.num_computed + 1)
+        seq.tables_changed = False
+        for table in seq.tables:
+            table.take_updates([])  # as the plan would have told the runner
+        self._set_alarm(rest)
+
+    def tend(self) -> bool:
+        """Pass the next step, in which blocks are taken or published and nothing else is due; False if there is more.
+
+        Only directly after all `quiet_steps` have passed.
+        """
+        step = self._step + 1
+        if not self.is_quiet() or self._has_windows or not self._alarms or self._alarms[0][0] != step:
+            return False
+        due = self._due(step)
+        takers = sorted((rest for rest in due if rest.why is _Why.TAKE), key=_age)
+        publishers = sorted((rest for rest in due if rest.why is _Why.PUBLISH), key=_age)
+        if len(takers) + len(publishers) < len(due) or len(takers) > self.memory.pool.num_available:
+            for rest in due:
+                heappush(self._alarms, (rest.wake, next(self._tickets), rest))
+            return False
+        if self.memory.cache is not None:
+            self.memory.cache.step = step
+        for rest in takers:
+            self._take(rest)
+        self._pass(1)
+        for rest in publishers:
+            seq, before = rest.seq, rest.seq.num_published
+            self._bring_up_to_date(rest)
+            self.admission.computed(self.memory.publish(seq))
+            if self._kept_out is not None and self._concerns(self._kept_out, seq, before):
+                self._kept_out = None
+            self._set_alarm(rest)
+        return True
+
     # -- many steps at once ------------------------------------------------------------------------------------------
 
+    def is_quiet(self) -> bool:
+        """Nobody is awake, on the way, or to be let in. (Rows that a runner should forget do not matter here.)"""
+        if self._awake or not self._resting or self._flights or self._quiet or self._deadlines:
+            return False
+        if not len(self.waiting):
+            return True
+        return self.waiting.peek() is self._kept_out and len(self._resting) < self.settings.max_num_batched_tokens
+
     def quiet_steps(self) -> int:
-        """So many of the coming steps decide nothing, unless a request is added or ended before."""
-        if self._awake or not self._resting or self._ends or self._flights or self._quiet or self._deadlines:
-            return 0
-        if len(self.waiting) and (self.waiting.peek() is not self._kept_out or not self._budget_left()):
+        """In so many of the coming steps nothing is due, unless a request is added or ended before."""
+        if not self.is_quiet():
             return 0
         alarms = self._alarms
         while self._resting.get(alarms[0][2].seq) is not alarms[0][2]:
             heappop(alarms)
-        return alarms[0][0] - self._step - 1
-
-    def _budget_left(self) -> bool:
-        return len(self._resting) < self.settings.max_num_batched_tokens
+        return max(0, alarms[0][0] - self._step - 1)
 
     def skip(self, steps: int) -> None:
         """`steps` quiet steps have passed."""
-        if not 0 <= steps <= self.quiet_steps():
-            raise InternalError(f"{steps} steps cannot be skipped, {self.quiet_steps()} are quiet")
-        if not steps:
-            return
+        if not 0 <= steps <= (quiet := self.quiet_steps()):
+            raise InternalError(f"{steps} steps cannot be skipped, {quiet} are quiet")
+        if steps:
+            self._pass(steps)
+
+    def _pass(self, steps: int) -> None:
         self._step += steps
         self._completed = self.memory.pool.clock = self._step
         self.counters.count_step(len(self._resting), self.memory.pool.num_used, steps)
         if len(self.waiting):
             self._count_shortage(steps)
+        self._ends.clear()
 
 
 def _key(request: Request) -> tuple[float, int]:
     return request.key
+
+
+def _age(rest: _Rest) -> tuple[float, int]:
+    return rest.seq.request.key
 
 
 def _is_plain(request: Request) -> bool:

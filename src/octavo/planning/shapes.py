@@ -1,0 +1,112 @@
+"""What a simulation must know of a model: the sizes that decide bytes and operations. No weights, no tokens.
+
+`ModelShape.of(spec)` takes them from a `ModelSpec`; a few well-known models are here by name, so that a plan or a
+simulation needs no files at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder of the Llama family. windows[i]: window of layer i in tokens, None for full attention."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied_head: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of(cls, spec: ModelSpec, name: str) -> ModelShape:
+        """The shape of a model whose config or weights were read."""
+        return cls(
+            name,
+            spec.num_layers,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.vocab_size,
+            spec.max_position_embeddings,
+            spec.tied_head,
+            spec.windows,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers that every token is multiplied with (norms and biases are left out: < 0.1 %)."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head, read once a step and multiplied once for each token drawn."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them; a tied head counts once."""
+        return self.layer_parameters + self.head_parameters * (1 if self.tied_head else 2)
+
+    def kv_bytes_per_token_layer(self, dtype: str) -> int:
+        """Bytes of the key and the value of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of one token in all layers, before windows give anything back."""
+        return self.num_layers * self.kv_bytes_per_token_layer(dtype)
+
+    def layout(self, block_size: int, dtype: str, *, hybrid: bool = True) -> KVLayout:
+        """How the layers share a pool of blocks."""
+        windows = self.windows or (None,) * self.num_layers
+        per_layer = self.kv_bytes_per_token_layer(dtype)
+        return build_layout(windows, block_size=block_size, bytes_per_token_layer=per_layer, hybrid=hybrid)
+
+
+#: Public configurations.
+KNOWN: Mapping[str, ModelShape] = {
+    s.name: s
+    for s in (
+        ModelShape("llama-2-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096),
+        ModelShape("llama-2-13b", 40, 5120, 13824, 40, 40, 128, 32000, 4096),
+        ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, 4096),
+        ModelShape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072),
+        ModelShape("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072),
+        ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000, 32768, windows=(4096,) * 32),
+        ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, 32768),
+        ModelShape("gemma-3-270m", 18, 640, 2048, 4, 1, 256, 262144, 32768, True, windows=((512,) * 5 + (None,)) * 3),
+    )
+}
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """A model of the list, by its name in any case; None for others."""
+    return KNOWN.get(name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("-chat"))
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Raises `ConfigError` for a dtype that nobody here computes in."""
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
