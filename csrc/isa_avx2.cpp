@@ -1,5 +1,6 @@
 // The kernels, compiled for AVX2 + FMA + F16C. See kernels.h for what a kernel file must not do.
 #include "attention.h"
+#include "dequantize.h"
 #include "elementwise.h"
 #include "kernels.h"
 #include "linear.h"
@@ -8,8 +9,7 @@
 namespace octavo {
 
 const KernelTable& avx2_kernels() {
-  static constexpr KernelTable table = {
-      "avx2", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"avx2", pack_rows, load_rows, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

@@ -1,5 +1,6 @@
 // The kernels, compiled for any processor the compiler targets. See kernels.h for what a kernel file must not do.
 #include "attention.h"
+#include "dequantize.h"
 #include "elementwise.h"
 #include "kernels.h"
 #include "linear.h"
@@ -8,8 +9,7 @@
 namespace octavo {
 
 const KernelTable& portable_kernels() {
-  static constexpr KernelTable table = {
-      "portable", pack, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"portable", pack_rows, load_rows, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

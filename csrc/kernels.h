@@ -15,8 +15,11 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
 inline constexpr int element_size(DType t) { return t == DType::f32 ? 4 : 2; }
 
-// Weights are cut into panels of 16 outputs: [ceil(n / 16)][k][16], the last panel padded with zeros.
+// Weights are cut into panels of 16 outputs: [ceil(n / 16)][k][16], the last panel padded with zeros. In bfloat16, two
+// inputs of an output lie side by side, [ceil(n / 16)][ceil(k / 2)][16][2]: what matrix units and pair-wise products
+// load, and what a shift and a mask widen just as well.
 inline constexpr int kPanel = 16;
+inline constexpr int64_t panel_depth(int64_t k, DType t) { return t == DType::bf16 ? (k + 1) / 2 * 2 : k; }
 // Keys are scored in tiles and reduced in segments, both at absolute multiples of these counts from the start of a
 // sequence. That fixes the order of every sum whatever the block size, the chunking or the thread count.
 inline constexpr int kTile = 64;
@@ -159,9 +162,22 @@ struct ArgmaxArgs {
 // Sampling looks at a row of logits in blocks of this many: 512 maxima and 512 sums stand for 262,144 values.
 inline constexpr int kVocabBlock = 512;
 
+// Rows [first, first + count) of a weight [n, k] as a file holds them -> their places in panels of `type`.
+struct LoadArgs {
+  const void* source;  // row `first`
+  int kind;            // GGUF's type number
+  int64_t row_bytes, first, count, n, k;
+  DType type;
+  void* panels;
+  float* scratch;  // load_scratch_floats(k)
+};
+inline int64_t load_scratch_floats(int64_t k) { return 2 * kPanel * k; }
+
 struct KernelTable {
   const char* name;
-  void (*pack)(const void* weight, DType type, int64_t n, int64_t k, int64_t stride, void* panels);
+  void (*pack_rows)(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
+                    void* panels);
+  void (*load_rows)(const LoadArgs&);
   void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
                       DType out_type);
   bool (*linear)(const LinearArgs&);            // false: out of memory

@@ -19,37 +19,86 @@ using octavo::LinearArgs;
 constexpr int kRowTile = octavo::kFewRows;  // rows of a register tile: 6 x 16 fills 12 of 16 registers
 constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
 constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
+constexpr int kAhead = 1024;       // bytes of prefetch: far enough to cover memory, near enough for the first-level cache
 constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
 
 OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Where the weight from input i to output j of a panel lies, in elements from the panel's start.
 template <class W>
-void pack_panels(const W* weight, int64_t n, int64_t k, int64_t stride, W* panels) {
-  const int64_t count = (n + kPanel - 1) / kPanel;
-  constexpr int64_t kRun = 64;  // so that the part of the panel being filled stays in the first-level cache
-#pragma omp parallel for schedule(static)
-  for (int64_t p = 0; p < count; ++p) {
-    for (int64_t start = 0; start < k; start += kRun) {
-      const int64_t end = least(k, start + kRun);
-      for (int j = 0; j < kPanel; ++j) {
-        W* to = panels + p * k * kPanel + Order<W>::lane(j);
-        const int64_t row = p * kPanel + j;
-        if (row < n) {
-          const W* from = weight + row * stride;
-          for (int64_t i = start; i < end; ++i) to[i * kPanel] = from[i];
-        } else {
-          for (int64_t i = start; i < end; ++i) memset(to + i * kPanel, 0, sizeof(W));
-        }
+OCTAVO_INLINE int64_t place(int64_t i, int64_t j) { return i * kPanel + j; }
+template <>
+OCTAVO_INLINE int64_t place<bf16>(int64_t i, int64_t j) { return (i / 2 * kPanel + j) * 2 + i % 2; }
+
+template <class W>
+OCTAVO_INLINE int64_t panel_size(int64_t k) {
+  return (__is_same(W, bf16) ? (k + 1) / 2 * 2 : k) * kPanel;
+}
+
+// Rows [first, first + count) of a weight into their places; rows beyond `n` of the last panel and the odd input that a
+// pair lacks become zeros.
+template <class W>
+void pack_rows_typed(const W* weight, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k, W* panels) {
+  constexpr int64_t kPart = 64;  // so that the part of the panel being filled stays in the first-level cache
+  const int64_t last = first + count == n ? (n + kPanel - 1) / kPanel * kPanel : first + count;
+  const int64_t depth = panel_size<W>(k) / kPanel;
+  for (int64_t from = first; from < last;) {
+    const int64_t to = least(last, (from / kPanel + 1) * kPanel);
+    W* panel = panels + from / kPanel * panel_size<W>(k);
+    for (int64_t start = 0; start < depth; start += kPart) {
+      const int64_t end = least(depth, start + kPart), full = least(k, end);
+      for (int64_t row = from; row < to; ++row) {
+        const int64_t j = row % kPanel;
+        const W* source = weight + (row - first) * stride;
+        int64_t i = row < n ? start : end;
+        for (; i < full; ++i) panel[place<W>(i, j)] = source[i];
+        for (i = row < n ? i : start; i < end; ++i) memset(panel + place<W>(i, j), 0, sizeof(W));
       }
     }
+    from = to;
   }
 }
 
 template <class W, class Out>
 void unpack(const W* panels, int64_t k, const int64_t* ids, int64_t count, Out* out) {
   for (int64_t r = 0; r < count; ++r) {
-    const W* from = panels + ids[r] / kPanel * k * kPanel + Order<W>::lane((int)(ids[r] % kPanel));
-    for (int64_t i = 0; i < k; ++i) narrow(widen(from[i * kPanel]), out + r * k + i);
+    const W* from = panels + ids[r] / kPanel * panel_size<W>(k);
+    const int64_t j = ids[r] % kPanel;
+    for (int64_t i = 0; i < k; ++i) narrow(widen(from[place<W>(i, j)]), out + r * k + i);
+  }
+}
+
+// acc[r][.] over `depth` values of k for MR rows and NP panels (panel_stride apart), from pairs: the even input of eight outputs is a shift away, the odd one a mask.
+template <int MR, int NP, bool Prefetch>
+OCTAVO_INLINE void tile_pairs(const float* x, int64_t ldx, const bf16* w, int64_t panel_stride, int64_t depth,
+                        f8 (&acc)[MR][2 * NP]) {
+  for (int64_t i = 0; i < depth; i += 2) {
+    i8 words[2 * NP];
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; ++p) {
+      if (Prefetch) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
+      memcpy(&words[2 * p], w + p * panel_stride, 32);
+      memcpy(&words[2 * p + 1], w + p * panel_stride + 16, 32);
+    }
+    w += 2 * kPanel;
+    f8 b[2 * NP];
+#pragma GCC unroll 8
+    for (int c = 0; c < 2 * NP; ++c) b[c] = as_float(words[c] << 16);
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r) {
+      const f8 a = splat(x[r * ldx + i]);
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
+    }
+    if (i + 1 == depth) return;
+#pragma GCC unroll 8
+    for (int c = 0; c < 2 * NP; ++c) b[c] = as_float(words[c] & splat_int((int32_t)0xFFFF0000));
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r) {
+      const f8 a = splat(x[r * ldx + i + 1]);
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
+    }
   }
 }
 
@@ -57,7 +106,7 @@ void unpack(const W* panels, int64_t k, const int64_t* ids, int64_t count, Out* 
 template <int MR, int NP, bool Prefetch, class W>
 OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_stride, int64_t depth,
                         f8 (&acc)[MR][2 * NP]) {
-  constexpr int kAhead = 1024;  // bytes: far enough to cover memory, near enough to stay in the first-level cache
+  if constexpr (__is_same(W, bf16)) return tile_pairs<MR, NP, Prefetch>(x, ldx, w, panel_stride, depth, acc);
   constexpr int kStep = 64 / (kPanel * (int)sizeof(W));  // rows of a panel in a cache line
   for (int64_t i = 0; i < depth; ++i) {
     if (Prefetch && (kStep <= 1 || i % kStep == 0)) {
@@ -66,7 +115,7 @@ OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_s
     }
     f8 b[2 * NP];
 #pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p) load16(w + p * panel_stride, b[2 * p], b[2 * p + 1]);
+    for (int p = 0; p < NP; ++p) b[2 * p] = load(w + p * panel_stride), b[2 * p + 1] = load(w + p * panel_stride + 8);
     w += kPanel;
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r) {
@@ -138,7 +187,7 @@ OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, in
   f8 total[MR][2 * NP];
   for (int r = 0; r < MR; ++r)
     for (int c = 0; c < 2 * NP; ++c) total[r][c] = splat(0);
-  const int64_t panel_stride = a.k * kPanel;
+  const int64_t panel_stride = panel_size<W>(a.k);
   const W* w = (const W*)a.weight + panel * panel_stride;
   for (int64_t i = 0; i < a.k; i += kDepth) {
     f8 acc[MR][2 * NP];
@@ -218,11 +267,18 @@ void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool
 OCTAVO_INLINE const float* widen_slice(const float* w, int64_t, float*) { return w; }
 template <class W>
 OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
-  for (int64_t i = 0; i < depth; ++i) {
-    f8 low, high;
-    load16(w + i * kPanel, low, high);
-    store(to + i * kPanel, low);
-    store(to + i * kPanel + 8, high);
+  for (int64_t i = 0; i < depth * kPanel; i += 8) store(to + i, load(w + i));
+  return to;
+}
+OCTAVO_INLINE const float* widen_slice(const bf16* w, int64_t depth, float* to) {
+  for (int64_t i = 0; i < depth; i += 2, w += 2 * kPanel) {
+    i8 low, high;
+    memcpy(&low, w, 32), memcpy(&high, w + 16, 32);
+    float* even = to + i * kPanel;
+    store(even, as_float(low << 16)), store(even + 8, as_float(high << 16));
+    if (i + 1 == depth) break;
+    store(even + kPanel, as_float(low & splat_int((int32_t)0xFFFF0000)));
+    store(even + kPanel + 8, as_float(high & splat_int((int32_t)0xFFFF0000)));
   }
   return to;
 }
@@ -234,7 +290,7 @@ void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_
   for (int64_t i = 0; i < a.k; i += kDepth) {
     const int64_t depth = least(kDepth, a.k - i);
     for (int64_t p = begin; p < end; ++p) {
-      const W* w = (const W*)a.weight + (p * a.k + i) * kPanel;
+      const W* w = (const W*)a.weight + p * panel_size<W>(a.k) + i * kPanel;
       slice_rows(x + row * ldx + i, ldx, widen_slice(w, depth, wide), depth, i == 0, rows,
                  c + (p - begin) * kRowBlock * kPanel);
     }
@@ -302,11 +358,12 @@ bool linear(const LinearArgs& a) {
   return true;
 }
 
-void pack(const void* weight, DType type, int64_t n, int64_t k, int64_t stride, void* panels) {
+void pack_rows(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
+               void* panels) {
   switch (type) {
-    case DType::f32: return pack_panels((const float*)weight, n, k, stride, (float*)panels);
-    case DType::bf16: return pack_panels((const bf16*)weight, n, k, stride, (bf16*)panels);
-    case DType::f16: return pack_panels((const f16*)weight, n, k, stride, (f16*)panels);
+    case DType::f32: return pack_rows_typed((const float*)rows, stride, first, count, n, k, (float*)panels);
+    case DType::bf16: return pack_rows_typed((const bf16*)rows, stride, first, count, n, k, (bf16*)panels);
+    case DType::f16: return pack_rows_typed((const f16*)rows, stride, first, count, n, k, (f16*)panels);
   }
 }
 

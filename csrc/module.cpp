@@ -4,6 +4,7 @@
 // Python side (octavo/kernels/cpu) checks types, shapes and strides; what is only known here (block ids, slots, lengths)
 // is checked here. Threads come from the OpenMP runtime that torch has loaded: this module is not linked to one.
 #include "kernels.h"
+#include "loading.h"
 #include "memory.h"
 #include "planner.h"
 #include "sampling.h"
@@ -64,12 +65,34 @@ constexpr double kLongCall = 2e8;  // arithmetic operations
 
 class PackedWeight {
  public:
-  PackedWeight(uintptr_t weight, int dtype, int64_t n, int64_t k, int64_t stride)
-      : type_(static_cast<DType>(dtype)), n_(n), k_(k) {
-    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * kPanel * k * element_size(type_));
+  // Panels of `dtype` for a weight [n, k], to be filled.
+  PackedWeight(int dtype, int64_t n, int64_t k) : type_(static_cast<DType>(dtype)), n_(n), k_(k) {
+    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * kPanel * panel_depth(k, type_) * element_size(type_));
     memory_ = weight_memory(bytes_);
+  }
+
+  // From a weight in memory, of the same type.
+  void pack(uintptr_t weight, int64_t stride) {
     nb::gil_scoped_release release;
-    kernels->pack(at<const void>(weight), type_, n, k, stride, memory_.data);
+    const int64_t panels = (n_ + kPanel - 1) / kPanel;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t first = p * kPanel;
+      kernels->pack_rows(at<const char>(weight) + first * stride * element_size(type_), type_, stride, first,
+                         std::min<int64_t>(kPanel, n_ - first), n_, k_, memory_.data);
+    }
+  }
+
+  // Rows [first, first + count) as a file holds them (`kind`: GGUF's type number), put on a queue.
+  LoadArgs load_args(uintptr_t source, int kind, int64_t first, int64_t count) const {
+    const StoredType stored = stored_type(kind);
+    if (stored.block == 0 || k_ % stored.block)
+      throw std::invalid_argument("rows of " + std::to_string(k_) + " numbers of type " + std::to_string(kind));
+    if (first < 0 || count < 1 || first + count > n_)
+      throw std::out_of_range("rows " + std::to_string(first) + " to " + std::to_string(first + count) +
+                              " of a weight with " + std::to_string(n_));
+    return {at<const void>(source), kind, k_ / stored.block * stored.bytes, first, count, n_, k_, type_, memory_.data,
+            nullptr};
   }
 
   void run(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t y, int y_type, uintptr_t bias) const {
@@ -348,11 +371,24 @@ NB_MODULE(_native, m) {
   m.def("argmax", &argmax);
   m.def("uniforms", &uniforms);
   nb::class_<PackedWeight>(m, "PackedWeight")
-      .def(nb::init<uintptr_t, int, int64_t, int64_t, int64_t>())
+      .def(nb::init<int, int64_t, int64_t>())
+      .def("pack", &PackedWeight::pack)
       .def("run", &PackedWeight::run)
       .def("argmax", &PackedWeight::argmax)
       .def("rows", &PackedWeight::rows)
       .def_prop_ro("bytes", &PackedWeight::bytes);
+  m.def("can_load", [](int kind, int64_t k) {
+    const StoredType stored = stored_type(kind);
+    return stored.block != 0 && k % stored.block == 0;
+  });
+  nb::class_<LoadQueue>(m, "LoadQueue")
+      .def(nb::init<>())
+      .def("add",
+           [](LoadQueue& q, const PackedWeight& weight, uintptr_t source, int kind, int64_t first, int64_t count,
+              bool release) { q.add(weight.load_args(source, kind, first, count), release); })
+      .def("run", [](LoadQueue& q, bool threaded) { q.run(*kernels, threaded); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("done", &LoadQueue::done)
+      .def_prop_ro("total", &LoadQueue::total);
   nb::class_<Sampling>(m, "Sampling")
       .def(nb::init<int64_t>())
       .def("scan", &Sampling::scan)

@@ -7,12 +7,25 @@ over once, at load (`linear`), so that an implementation may repack them. Shapes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a weight as a file holds them. kind: GGUF's type number; address: of the first row's first byte, in a map
+    of the file that lives as long as `owner`. The pages may be dropped once they are read."""
+
+    address: int
+    kind: int
+    rows: int
+    columns: int
+    owner: object
 
 
 class Ops(Protocol):

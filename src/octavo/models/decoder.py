@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
-from octavo.kernels.ops import Linear, Ops
+from octavo.kernels.ops import Linear, Ops, StoredRows
 from octavo.models.names import is_norm, weight_shapes
 from octavo.models.rotary import RotaryTable
 from octavo.models.spec import ModelSpec
@@ -46,7 +46,9 @@ class Decoder:
     """See the module. `dtype` is that of the weights; activations are `ops.activation_dtype` if it says so.
 
     weights: canonical name -> tensor of any float dtype, read exactly once each, so a lazy mapping that reads from a
-    mapped file needs no second copy of the model.
+    mapped file needs no second copy of the model. Where the operations can unpack stored rows themselves, matrices
+    go from the file into their final place on a queue. defer: leave the queue to the caller, who may run `queue` on
+    threads of its own and then must call `finish_loading`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Decoder:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        defer: bool = False,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -63,15 +66,28 @@ class Decoder:
         self.activation_dtype: torch.dtype = getattr(ops, "activation_dtype", None) or dtype
         self.weight_bytes = 0
         self._ops = ops
+        self.queue: Any = ops.load_queue() if hasattr(ops, "load_queue") else None
         with torch.inference_mode():
-            embedding = self._take(weights, "embedding.weight")
+            shared = spec.tied_head and self.queue is not None  # the head gives its rows back: no other copy is made
+            embedding = None if shared else self._take(weights, "embedding.weight")
             self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
             self._final_norm = self._take(weights, "final_norm.weight")
-            self._head = ops.linear(embedding if spec.tied_head else self._take(weights, "head.weight"))
+            if embedding is not None and spec.tied_head:
+                self._head = ops.linear(embedding)
+            else:
+                self._head = self._fuse(weights, "", ("embedding" if spec.tied_head else "head",), False)
             self._embed = self._lookup(embedding)
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
+        if not defer:
+            self.finish_loading()
+
+    def finish_loading(self) -> None:
+        """Fill what is still queued, on all threads. A thread that helps must be joined afterwards."""
+        if self.queue is not None:
+            self.queue.run(True)
+            self.queue = None
 
     def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """One weight in its final dtype and place, counted."""
@@ -86,13 +102,28 @@ class Decoder:
             parts = [self._take(weights, f"{prefix}{name}.{kind}") for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return self._ops.linear(joined("weight"), joined("bias") if bias else None)
+        offset = joined("bias") if bias else None
+        if self.queue is None:
+            return self._ops.linear(joined("weight"), offset)
+        rows = [self._rows(weights, f"{prefix}{name}.weight") for name in names]
+        linear: Linear = self._ops.queued_linear(self.queue, rows, offset)  # type: ignore[attr-defined]
+        return linear
 
-    def _lookup(self, embedding: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> StoredRows | torch.Tensor:
+        """One matrix as it is stored, if the operations can unpack that, else as a tensor in its final dtype."""
+        find = getattr(weights, "stored", None)
+        stored: StoredRows | None = None if find is None else find(name)
+        if stored is None or not self._ops.can_load(stored.kind, stored.columns):  # type: ignore[attr-defined]
+            return self._take(weights, name)
+        self.weight_bytes += stored.rows * stored.columns * self.dtype.itemsize
+        return stored
+
+    def _lookup(self, embedding: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """token ids int64 [T] -> rows [T, D]. A tied head that can give its own rows back is the only copy kept."""
         rows = getattr(self._head, "rows", None) if self.spec.tied_head else None
         if rows is not None:
             return lambda token_ids: rows(token_ids, self.activation_dtype)
+        assert embedding is not None
         return lambda token_ids: F.embedding(token_ids, embedding).to(self.activation_dtype)
 
     def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:

@@ -179,3 +179,7 @@ class GGUFFile:
     def raw(self, tensor: GGUFTensor) -> np.ndarray:
         """The tensor's bytes, uint8 [num_bytes], a read-only view of the map."""
         return np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+
+    def address(self, tensor: GGUFTensor) -> int:
+        """Where the tensor's bytes lie in memory while this file is open."""
+        return int(self.raw(tensor).ctypes.data)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.ops import StoredRows
 from octavo.models.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.gguf_reader import FREQUENCY_FACTORS
 from octavo.models.gguf_types import dequantize
@@ -57,7 +58,8 @@ def open_gguf(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype, on_progress: 
             continue
         heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(name.split(".")[-2]) if interleaved else None
         target = torch.float32 if is_norm(name) else dtype
-        entries[name] = Entry(tensor.name, tensor.shape, tensor.num_bytes, _reader(file, tensor, target, heads))
+        stored = _stored(file, tensor) if heads is None and len(tensor.shape) == 2 else lambda: None
+        entries[name] = Entry(tensor.name, tensor.shape, tensor.num_bytes, _reader(file, tensor, target, heads), stored)
     check_entries(str(file.path), entries, weight_shapes(spec), unused)
     return LazyWeights(entries, on_progress)
 
@@ -73,6 +75,10 @@ def _reader(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype, heads: int |
         return weight if heads is None else _halves(weight, heads)
 
     return read
+
+
+def _stored(file: GGUFFile, tensor: GGUFTensor) -> Callable[[], StoredRows | None]:
+    return lambda: StoredRows(file.address(tensor), tensor.type_id, tensor.shape[0], tensor.shape[1], file)
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,11 +132,32 @@ def load_model(
     on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format)
-    # One after the other: building the tokenizer in a thread made both slower (they fight for the interpreter lock).
-    tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
+    weights = source.weights(dtype, config.seed, on_progress)
+    decoder = Decoder(source.spec, weights, ops, dtype, device, defer=True)
+    with _loading(decoder, weights):
+        tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
     _check_vocabulary(source, tokenizer)
-    decoder = Decoder(source.spec, source.weights(dtype, config.seed, on_progress), ops, dtype, device)
     return LoadedModel(source.spec, decoder, tokenizer, decoder.weight_bytes, source.files.path)
+
+
+@contextmanager
+def _loading(decoder: Decoder, weights: LazyWeights) -> Iterator[None]:
+    """Fill the decoder's weights beside the body, which holds the interpreter lock (the tokenizer), then together."""
+    queue = decoder.queue
+    if queue is None:
+        yield
+        return
+    helper = threading.Thread(target=queue.run, args=(False,), name="octavo-load")
+    helper.start()
+    try:
+        yield
+    finally:
+        weights.report(queue.done)
+        decoder.finish_loading()
+        while helper.is_alive():
+            weights.report(queue.done)
+            helper.join(0.05)
+        weights.report(queue.done)
 
 
 def _tokenizer_of(config: EngineConfig, source: _Source) -> Tokenizer:

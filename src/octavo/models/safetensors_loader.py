@@ -7,15 +7,19 @@ read. Every tensor must be used and every weight found, or the load stops with t
 from __future__ import annotations
 
 import json
+import mmap
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
+from octavo.kernels.ops import StoredRows
 from octavo.models.config_reader import HeadState
 from octavo.models.names import is_norm, weight_shapes
 from octavo.models.spec import ModelSpec
@@ -31,6 +35,8 @@ HARMLESS = (
     re.compile(r"model\.layers\.\d+\.self_attn\.(masked_bias|bias)"),
 )
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+#: GGUF's numbers of these types
+KINDS = {"F32": 0, "F16": 1, "BF16": 30}
 
 _PARTS = {
     "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "out",
@@ -75,6 +81,7 @@ class SafetensorsFiles:
         self.directory = directory
         self._handles: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
+        self._maps: dict[Path, tuple[mmap.mmap, dict[str, Any]]] = {}
         if (directory / INDEX).exists():
             self._read_index(directory / INDEX)
         elif (directory / SINGLE).exists():
@@ -133,9 +140,31 @@ class SafetensorsFiles:
         part = self._open(self._file_of[name]).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
+    def stored(self, name: str) -> StoredRows | None:
+        """The rows of a matrix in a map of its file; None for what is no matrix of a type with a number."""
+        dtype, shape = self.describe(name)
+        if dtype not in KINDS or len(shape) != 2:
+            return None
+        path = self._file_of[name]
+        if path not in self._maps:
+            self._maps[path] = _map(path)
+        content, header = self._maps[path]
+        (header_bytes,) = struct.unpack_from("<Q", content)
+        offset = 8 + header_bytes + header[name]["data_offsets"][0]
+        address = np.frombuffer(content, dtype=np.uint8, offset=offset).ctypes.data
+        return StoredRows(int(address), KINDS[dtype], shape[0], shape[1], content)
+
     def read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         return tensor
+
+
+def _map(path: Path) -> tuple[mmap.mmap, dict[str, Any]]:
+    """A file that `safe_open` has accepted: its bytes and its header, name -> dtype, shape, data_offsets."""
+    with path.open("rb") as stream:
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    (length,) = struct.unpack_from("<Q", content)
+    return content, json.loads(content[8 : 8 + length])
 
 
 def head_state(files: SafetensorsFiles) -> HeadState:
@@ -170,7 +199,7 @@ def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Prog
         size = FLOATS[dtype]
         for side in shape:
             size *= side
-        entries[canonical] = Entry(name, shape, size, _reader(files, name, canonical, spec))
+        entries[canonical] = Entry(name, shape, size, _reader(files, name, canonical, spec), _stored(files, name))
     check_entries(str(files.directory), entries, weight_shapes(spec), unused)
     return LazyWeights(entries, on_progress)
 
@@ -179,3 +208,7 @@ def _reader(files: SafetensorsFiles, name: str, canonical: str, spec: ModelSpec)
     if is_norm(canonical) and spec.norm_offset:
         return lambda: files.read(name).float() + 1.0
     return lambda: files.read(name)
+
+
+def _stored(files: SafetensorsFiles, name: str) -> Callable[[], StoredRows | None]:
+    return lambda: files.stored(name)

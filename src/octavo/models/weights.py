@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.ops import StoredRows
 from octavo.models.names import Shape
 
 #: (bytes read so far, bytes in all)
@@ -22,12 +23,16 @@ LISTED = 12  # names shown per kind of problem
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: what it is called there, its shape, its bytes on disk, and how to read it."""
+    """One tensor of a file: what it is called there, its shape, its bytes on disk, and how to read it.
+
+    stored: its rows as they lie in the file, where they mean the weight without further ado; else None.
+    """
 
     source_name: str
     shape: Shape
     num_bytes: int
     read: Callable[[], torch.Tensor]
+    stored: Callable[[], StoredRows | None] = lambda: None
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -46,6 +51,18 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
         return tensor
+
+    def stored(self, name: str) -> StoredRows | None:
+        """Rows of `name` as the file holds them, for a consumer that unpacks them itself; None where they differ.
+
+        Their bytes count as read once the consumer says so, see `report`.
+        """
+        return self._entries[name].stored()
+
+    def report(self, stored_bytes: int) -> None:
+        """Tell `on_progress` that `stored_bytes` of what `stored` gave out are read by now."""
+        if self._on_progress is not None:
+            self._on_progress(min(self._done + stored_bytes, self._total), self._total)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -168,7 +168,7 @@ class ModelRunner:
             with self.profile.section("head"):
                 found = self._best(self._chosen(hidden, tokens))
             if found is not None:
-                return self._sampler.greedy(*found, draws)
+                return self._sampler.greedy(found[0], found[1], draws)
         logits = self._logits(hidden, tokens)
         with self.profile.section("sample"):
             return self._sampler.sample(logits, draws)

@@ -11,11 +11,16 @@ threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
+from octavo.kernels.ops import StoredRows
 
+#: GGUF's numbers of the plain types
+_KINDS_OF_TENSORS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
@@ -33,15 +38,32 @@ class NativeLinear:
                 f"a weight of shape {tuple(weight.shape)}, {weight.dtype} on {weight.device}: a non-empty [out, in] of "
                 "float32, bfloat16 or float16 on the CPU is needed"
             )
-        self.out_features, self.in_features = weight.shape
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ConfigError(f"a bias of shape {tuple(bias.shape)} for {self.out_features} outputs")
+        self._prepare(weight.shape[0], weight.shape[1], weight.dtype, bias)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self._packed.pack(weight.data_ptr(), weight.stride(0))
+
+    def _prepare(self, rows: int, columns: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        """Room for the panels."""
+        if bias is not None and bias.shape != (rows,):
+            raise ConfigError(f"a bias of shape {tuple(bias.shape)} for {rows} outputs")
+        self.out_features, self.in_features = rows, columns
         self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._packed = native().PackedWeight(
-            weight.data_ptr(), code, self.out_features, self.in_features, weight.stride(0)
-        )
+        self._packed = native().PackedWeight(dtype_code(dtype), rows, columns)
+
+    @classmethod
+    def queued(
+        cls, queue: LoadQueue, parts: Sequence[StoredRows | torch.Tensor], dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> NativeLinear:
+        """A weight of `parts`, one below the other, that is filled when `queue` runs; not to be used before."""
+        columns = parts[0].columns if isinstance(parts[0], StoredRows) else parts[0].shape[1]
+        rows = sum(part.rows if isinstance(part, StoredRows) else part.shape[0] for part in parts)
+        linear = cls.__new__(cls)
+        linear._prepare(rows, columns, dtype, bias)
+        first = 0
+        for part in parts:
+            first += queue.add(linear._packed, part, first)
+        return linear
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +113,37 @@ class NativeLinear:
         return out
 
 
+class LoadQueue:
+    """Weights on their way from files into panels, see csrc/loading.h. Fill it, then run it; several threads may."""
+
+    def __init__(self) -> None:
+        self._native = native().LoadQueue()
+        self._owners: list[object] = []
+
+    def add(self, packed: object, part: StoredRows | torch.Tensor, first: int) -> int:
+        """Put the rows of `part` at row `first` of a packed weight; returns how many rows that is."""
+        if isinstance(part, StoredRows):
+            self._owners.append(part.owner)
+            self._native.add(packed, part.address, part.kind, first, part.rows, True)
+            return part.rows
+        part = part.contiguous()
+        self._owners.append(part)
+        self._native.add(packed, part.data_ptr(), _KINDS_OF_TENSORS[part.dtype], first, part.shape[0], False)
+        return int(part.shape[0])
+
+    def run(self, threaded: bool) -> None:
+        """Until nothing is left to begin, without the interpreter lock. threaded: on all threads, else the caller's.
+
+        What another thread has begun may still be under way when this returns.
+        """
+        self._native.run(threaded)
+
+    @property
+    def done(self) -> int:
+        """Bytes of the files that are read."""
+        return int(self._native.done)
+
+
 class NativeOps:
     """`Ops` in C++. weight_dtype: what the weights will be; activations are `activation_dtype` (float32)."""
 
@@ -106,6 +159,20 @@ class NativeOps:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
         """weight [out, in] is copied into panels; the caller may drop it. bias [out] is kept in float32."""
         return NativeLinear(weight, bias)
+
+    def load_queue(self) -> LoadQueue:
+        """For `queued_linear`."""
+        return LoadQueue()
+
+    def can_load(self, kind: int, columns: int) -> bool:
+        """Whether rows of `columns` numbers of GGUF's type `kind` can be packed as they are stored."""
+        return bool(self._native.can_load(kind, columns))
+
+    def queued_linear(
+        self, queue: LoadQueue, parts: Sequence[StoredRows | torch.Tensor], bias: torch.Tensor | None = None
+    ) -> NativeLinear:
+        """As `linear` of the parts one below the other; filled by `queue.run`, straight from the file."""
+        return NativeLinear.queued(queue, parts, self.weight_dtype, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D]; float32 inside, x's dtype out."""
