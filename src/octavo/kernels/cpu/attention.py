@@ -28,8 +28,6 @@ def mismatch(cache: KVCache, spec: ModelSpec) -> str:
     expected = (cache.layout.layers_per_group, 2, spec.num_kv_heads, cache.layout.block_size, spec.head_dim)
     if kv.device.type != "cpu":
         return f"the KV cache is on {kv.device}; the native kernels run on a CPU"
-    if cache.layout.kv_dtype != "auto":
-        return f"kv_cache_dtype={cache.layout.kv_dtype} is not handled by the native kernels"
     if dtype_code(kv.dtype) is None:
         return f"KV dtype {kv.dtype} is not handled by the native kernels (float32, bfloat16, float16 are)"
     if kv.dim() != 6 or tuple(kv.shape[1:]) != expected or not kv.is_contiguous():
