@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { Grid } from "./grid.js";
 import { Overlay } from "./overlay.js";
-import { Counters, EventLog, SequenceList, describeBlock, groupName, showLegend, showRun, showWaste } from "./panels.js";
+import { Counters, EventLog, SequenceList, describeBlock, groupName, shortGroup, showLegend, showRun, showWaste } from "./panels.js";
 import { Player } from "./player.js";
 import { Stream, getJSON, key } from "./stream.js";
 import { el, number, visible } from "./text.js";
@@ -61,8 +61,8 @@ class Page {
     requestAnimationFrame(() => {
       this.planned = false;
       this.#table(false);
-      this.panels();
       this.scrubber();
+      this.panels();
       this.refreshTip();
     });
   }
@@ -96,8 +96,9 @@ class Page {
   }
 
   #effects(frame) {
-    const mine = this.player.map.sequences;
-    for (const [, , kind, , source, target] of frame.events.slice(-8)) {
+    const mine = this.player.map.sequences, chosen = this.selected?.seq;
+    const events = chosen === undefined ? frame.events : frame.events.filter(([, , , seq, source]) => seq === chosen || source === chosen);
+    for (const [, , kind, , source, target] of events.slice(-8)) {
       if (kind === "copy") this.overlay.effect("copy", source, target);
       else if (kind === "fork" && mine.has(target)) this.overlay.effect("fork", mine.get(target).tables.flat().filter((b) => b >= 0).slice(-64));
     }
@@ -151,7 +152,7 @@ class Page {
     const { map } = this.player, box = $("groups");
     box.hidden = map.windows.length < 2;
     if (box.children.length !== map.windows.length) box.replaceChildren(...map.windows.map((window, group) => {
-      const button = el("button", { type: "button", role: "radio", title: groupName(map, group) }, window === null ? "full" : `w${group}`);
+      const button = el("button", { type: "button", role: "radio", title: groupName(map, group) }, shortGroup(map.windows, group));
       button.addEventListener("click", () => this.select(this.selected.seq, group));
       return button;
     }));

@@ -1,7 +1,7 @@
 // What lies over the map: the logical table of the chosen sequence with arrows to its physical cells, the cursor, and
 // forks and copies as they happen. Moves only while something happens, and not at all where motion is not wanted.
 
-import { colour, sequenceColour, stillness, textOn } from "./theme.js";
+import { colour, mix, sequenceColour, stillness, textOn } from "./theme.js";
 
 const LIGHT_UP_MS = 700, EFFECT_MS = 1400, MOST_ARROWS = 600;
 
@@ -116,7 +116,7 @@ export class Overlay {
   #drawTable(now, stage) {
     const { context, table, cell, cellHeight } = this;
     const space = this.space.getBoundingClientRect(), left = space.left - stage.left, top = space.top - stage.top + 2;
-    const n = table.ids.length, line = sequenceColour(table.seq);
+    const n = table.ids.length, tone = sequenceColour(table.seq), line = mix(tone, colour("ink"), 0.3);
     const progress = stillness.matches ? 1 : Math.min(1, (now - this.litAt) / LIGHT_UP_MS);
     const lit = Math.ceil(progress * n);
     const every = Math.max(1, Math.ceil(n / MOST_ARROWS));
@@ -134,7 +134,7 @@ export class Overlay {
       if (Math.floor(i / this.perRow) >= maxRow) break;
       const [x, y] = middle(i), width = cell - 2, height = cellHeight - 2, block = table.ids[i];
       const shared = block >= 0 && this.grid.map.ownersOf(block).length > 1;
-      const back = block < 0 ? null : shared ? colour("shared") : line;
+      const back = block < 0 ? null : shared ? colour("shared") : tone;
       context.globalAlpha = 1;
       if (back) {
         context.fillStyle = back;
@@ -164,7 +164,8 @@ export class Overlay {
 
   /** From a logical cell down to the physical one. */
   #arrow([x, y], cellHeight, block, stroke, alpha, head, width = 1.4) {
-    const { context } = this, [tx, ty, real] = this.#middle(block), sy = y + cellHeight - 1;
+    const { context } = this, [tx, middle, real] = this.#middle(block), sy = y + cellHeight - 1;
+    const hidden = real !== middle, ty = hidden ? middle : middle - this.grid.size / 2 + 3;
     const bend = Math.max(14, (ty - sy) * 0.45);
     context.globalAlpha = alpha;
     context.strokeStyle = context.fillStyle = stroke;
@@ -180,8 +181,8 @@ export class Overlay {
       context.lineTo(tx - reach * 0.7, ty - reach);
       context.lineTo(tx + reach * 0.7, ty - reach);
       context.closePath();
-      if (real === ty) context.fill();
-      else context.stroke();
+      if (hidden) context.stroke();
+      else context.fill();
     }
     context.globalAlpha = 1;
   }

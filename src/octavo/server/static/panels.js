@@ -244,6 +244,13 @@ function isRoot(map, block, key) {
   return key.parentBlock === undefined && map.ownersOf(block).some((o) => o.logical === 0);
 }
 
+/** "full", "w512", or "w512 2" where several groups have the same window. */
+export function shortGroup(windows, group) {
+  const name = windows[group] === null ? "full" : `w${windows[group]}`;
+  const alike = windows.filter((w) => w === windows[group]).length;
+  return alike > 1 ? `${name} ${windows.slice(0, group + 1).filter((w) => w === windows[group]).length}` : name;
+}
+
 export const groupName = (map, group) => {
   const window = map.windows[group];
   return `group ${group}, ${window === null ? "sees everything" : `window ${number(window)}`}`;
