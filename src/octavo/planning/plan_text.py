@@ -1,0 +1,96 @@
+"""A `Plan` as lines for people and as plain values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from octavo.planning.plan import GIB, MIB, BlockRow, Plan
+
+
+def plan_lines(plan: Plan, name: str, lengths: str) -> list[str]:
+    """Everything, in the order in which one decides: what it takes, what it carries, what to set."""
+    ask, memory, best = plan.ask, plan.memory, plan.best
+    lines = [
+        f"{name}, {ask.dtype}, {'GPU' if ask.device == 'cuda' else 'CPU'} with {_bytes(ask.memory)}; load: {lengths}",
+        "",
+        "memory",
+        f"  may be used       {_bytes(memory.usable):>11}  {ask.utilization:.0%} of it",
+        f"  weights           {_bytes(memory.weights):>11}",
+        f"  activations       {_bytes(memory.activations):>11}  the largest step: {ask.max_num_batched_tokens} tokens, "
+        f"{ask.max_num_seqs} sequences",
+    ]
+    if memory.runtime:
+        lines.append(f"  runtime           {_bytes(memory.runtime):>11}  libraries, position tables")
+    lines += [
+        f"  KV pool           {_bytes(memory.kv):>11}  {memory.num_blocks} blocks of {ask.block_size} tokens",
+        f"  KV of a token     {_bytes(plan.kv_bytes_per_token):>11}  in all {ask.shape.num_layers} layers",
+        f"  KV of a block     {_bytes(plan.row.bytes_per_block):>11}",
+        "",
+        "sequences at once",
+        f"  static            {plan.static_fits:>6}  {_bytes(plan.static_bytes_per_sequence)} reserved for each "
+        f"(max_model_len {ask.length_limit})",
+        *_table(plan),
+    ]
+    if plan.cut_requests:
+        lines.append(f"  {plan.cut_requests} of {len(ask.lengths)} requests are longer than max_model_len and are cut")
+    lines += ["", "recommended", *(f"  {setting}={value}" for setting, value in plan.recommended.items())]
+    options = " ".join(f"--{setting.replace('_', '-')} {value}" for setting, value in plan.recommended.items())
+    lines.append(f"  octavo serve --model {name} --dtype {ask.dtype} {options}")
+    lines += ["", f"with the settings asked {plan.now} sequences run at once"]
+    if best is None:
+        lines.append("no single change lets more of them in")
+    else:
+        lines.append(
+            f"the single change that buys most: {best.setting} from {best.old} to {best.new}, {best.why}: "
+            f"{best.sequences} sequences (+{best.sequences - plan.now})"
+        )
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    """One row per block size."""
+    head = "  paged, block      fits   at their longest   blocks   lost in last block   block tables"
+    return [head, *(_row(row, row.block_size == plan.ask.block_size) for row in plan.rows)]
+
+
+def _row(row: BlockRow, asked: bool) -> str:
+    mark = "*" if asked else " "
+    return (
+        f"  {row.block_size:>11}{mark}     {row.fits:>6}   {row.fits_longest:>16}   {row.num_blocks:>6}   "
+        f"{row.waste:>18.1%}   {_bytes(row.table_bytes):>12}"
+    )
+
+
+def plan_as_json(plan: Plan, name: str) -> dict[str, Any]:
+    """The same as plain values; bytes are whole numbers."""
+    ask = plan.ask
+    return {
+        "model": name,
+        "device": ask.device,
+        "dtype": ask.dtype,
+        "settings": {
+            "block_size": ask.block_size,
+            "max_num_seqs": ask.max_num_seqs,
+            "max_num_batched_tokens": ask.max_num_batched_tokens,
+            "gpu_memory_utilization": ask.utilization,
+            "max_model_len": ask.length_limit,
+            "hybrid_kv": ask.hybrid_kv,
+        },
+        "memory": {**asdict(plan.memory), "planned": plan.memory.planned},
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "static": {"bytes_per_sequence": plan.static_bytes_per_sequence, "fits": plan.static_fits},
+        "paged": [asdict(row) for row in plan.rows],
+        "sequences_at_once": plan.now,
+        "recommended": plan.recommended,
+        "best_change": None if plan.best is None else asdict(plan.best),
+        "changes": [asdict(change) for change in plan.changes],
+        "longest": plan.longest,
+        "cut_requests": plan.cut_requests,
+    }
+
+
+def _bytes(count: float) -> str:
+    if count >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / 1024:.1f} KiB"
