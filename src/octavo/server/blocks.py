@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from octavo.async_engine import AsyncEngine
@@ -196,9 +196,14 @@ async def block(caller: KeyedCaller, engine: ReadyEngine, state: State, block: A
 
 
 @router.get("/blocks/report", summary="Waste, static counterfactual, samples, settings")
-async def report(caller: KeyedCaller, engine: ReadyEngine) -> Response:
-    """What `octavo doctor` and `octavo top` read; see docs/memory.md."""
-    return _json(await _ask(engine, engine_report))
+async def report(
+    caller: KeyedCaller,
+    engine: ReadyEngine,
+    finished: Annotated[int, Query(ge=0, le=256)] = 32,
+    samples: Annotated[int | None, Query(ge=0, le=600)] = None,
+) -> Response:
+    """What `octavo doctor` and `octavo top` read; see docs/doctor.md. finished, samples: how many to list."""
+    return _json(await _ask(engine, lambda e: engine_report(e, finished=finished, samples=samples)))
 
 
 @router.get("/blocks/explain/{request_id}", summary="Why a prompt was not found further in the cache")
