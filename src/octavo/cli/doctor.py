@@ -59,7 +59,7 @@ def load_report(target: str | None, api_key: str | None) -> dict[str, Any]:
         if path.is_file():
             report = _saved(path)
             return report if report is not None else recording_report(path)
-        if path.suffix or "/" in target:
+        if path.suffix in (".json", ".jsonl") or "/" in target:
             raise ConfigError(f"{target}: no such file; give a recording (record=FILE) or the URL of a server")
     report = fetch_json(server_url(target), "/blocks/report", api_key)
     if not isinstance(report, dict) or report.get("version") != VERSION:

@@ -50,6 +50,18 @@ class Facts:
     def blocks_per_sequence(self) -> float:
         return float(self.stats["mean_used_blocks"] / max(1.0, self.stats["mean_sequences"]))
 
+    def blocks_of(self, length: int) -> int:
+        """Most blocks that one sequence of `length` tokens holds, over all groups."""
+        size = self.pool["block_size"]
+        whole = max(1, -(-length // size))
+        # A window that begins inside a block touches one block more than it fills.
+        touched = [whole if w is None else min(whole, -(-w // size) + 1) for w in self._windows]
+        return sum(touched)
+
+    @property
+    def _windows(self) -> list[int | None]:
+        return [g["window"] for g in self.pool["groups"]]
+
     @property
     def wanted_sequences(self) -> int:
         """The most that ran and waited at once, in requests and their sequences."""

@@ -89,7 +89,7 @@ def preemption_thrash(f: Facts) -> Finding | None:
     per_request = preemptions / max(f.finished, 1)
     if preemptions < 4 or (per_request < PREEMPTED and again < RECOMPUTED):
         return None
-    longest = max(1, -(-f.totals["longest"] // f.pool["block_size"])) * len(f.pool["groups"])
+    longest = f.blocks_of(f.totals["longest"])
     fits = max(1, f.pool["num_blocks"] // longest)
     remedy = (
         f"lower max_num_seqs from {f.limits['max_num_seqs']} to {fits}: so many sequences of the longest length fit"
