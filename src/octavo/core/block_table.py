@@ -68,8 +68,8 @@ class BlockTable:
     def append(self, num_tokens: int) -> int:
         """Take blocks until `num_tokens` positions fit; returns how many. The caller has counted before."""
         missing = self.num_missing(num_tokens)
-        for _ in range(missing):
-            self.ids.append(self._pool.take())
+        if missing:
+            self.ids += self._pool.take_many(missing)
         return missing
 
     def adopt(self, block: int) -> None:

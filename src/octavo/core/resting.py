@@ -71,7 +71,8 @@ class RestingScheduler(Scheduler):
         self._quiet = False  # the step being computed has nobody awake
         # Without a token for everybody in each step, who gets one is a decision.
         budget_for_all = settings.max_num_seqs <= settings.max_num_batched_tokens
-        self._may_rest = rest and budget_for_all and settings.max_in_flight == 1
+        alone = settings.max_in_flight == 1 and getattr(settings, "speculation", None) is None
+        self._may_rest = rest and budget_for_all and alone
         #: Distinct windows of the layers, smallest first, None (sees all) last; the order of `resting_reads`.
         self.windows: list[int | None] = sorted(
             {g.window for g in layout.groups}, key=lambda w: (w is None, w if w is not None else 0)
@@ -116,7 +117,7 @@ class RestingScheduler(Scheduler):
         round_.budget -= len(self._resting)
         awake = sorted(self._awake, key=_key)
         work = [item for request in awake for item in work_of(request)]
-        self._only_decoding = all(missing == 1 for _, missing in work)
+        self._only_decoding = all(missing == 1 and s.num_computed >= s.prompt_len for s, missing in work)
         self.stalled = [seq for seq, _ in work]  # until `_commit` knows better
         return work
 
@@ -363,7 +364,9 @@ class RestingScheduler(Scheduler):
 
     def is_quiet(self) -> bool:
         """Nobody is awake, on the way, or to be let in. (Rows that a runner should forget do not matter here.)"""
-        if self._awake or not self._resting or self._flights or self._quiet or self._deadlines:
+        if self._awake or not self._resting or self._flights or self._quiet:
+            return False
+        if self._deadlines or self.memory.has_transfers:
             return False
         if not len(self.waiting):
             return True

@@ -28,7 +28,7 @@ from octavo.planning.outcome import Outcome, Sample
 from octavo.planning.trace import Trace
 from octavo.sampling_params import SamplingParams
 
-MOST_SAMPLES = 400
+MOST_SAMPLES = 200
 _OWN = 0x40000000  # token ids from here on are of one request only
 _NEVER = float("inf")
 
