@@ -59,12 +59,16 @@ class LoadQueue {
     }
   }
 
-  // Until nothing is left to begin. Others may run at the same time; what they began may still be under way.
-  void run(const KernelTable& kernels, bool threaded) {
+  // Until nothing is left to begin, or `share` of the bytes is done. Others may run at the same time; what they began
+  // may still be under way.
+  void run(const KernelTable& kernels, bool threaded, double share) {
+    const double limit = share * static_cast<double>(total_);
 #pragma omp parallel if (threaded)
     {
       const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(load_scratch_floats(widest_))]);
-      for (size_t i = next_++; i < units_.size(); i = next_++) {
+      while (share >= 1 || static_cast<double>(done_) < limit) {
+        const size_t i = next_++;
+        if (i >= units_.size()) break;
         LoadArgs unit = units_[i].args;
         unit.scratch = scratch.get();
         kernels.load_rows(unit);

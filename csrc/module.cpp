@@ -153,7 +153,8 @@ struct CacheShape {
 class Attention {
  public:
   Attention(uintptr_t kv, int kv_type, int64_t num_blocks, int64_t layers, int32_t num_kv_heads, int32_t block_size,
-            int32_t head_dim, int32_t num_heads, float scale, float softcap, const std::vector<int32_t>& windows)
+            int32_t head_dim, int32_t num_heads, float scale, float softcap, const std::vector<int32_t>& windows,
+            int key_bits, int value_bits)
       : shape_{num_blocks, layers, num_kv_heads, block_size, head_dim},
         planner_(num_heads / num_kv_heads, num_kv_heads, head_dim) {
     base_ = at<char>(kv);
@@ -161,12 +162,16 @@ class Attention {
     args_.head_stride = static_cast<int64_t>(block_size) * head_dim;
     args_.value_offset = num_kv_heads * args_.head_stride;
     args_.block_stride = layers * 2 * args_.value_offset;
+    layer_bytes_ = 2 * args_.value_offset * element_size(args_.kv_type);
+    block_bytes_ = layers * layer_bytes_;
+    if (key_bits) quantize(key_bits, value_bits);
     args_.num_blocks = num_blocks;
     args_.block_size = block_size, args_.head_dim = head_dim;
     args_.num_heads = num_heads, args_.num_kv_heads = num_kv_heads;
     args_.scale = scale, args_.softcap = softcap;
     args_.max_rows = planner_.max_rows();
-    args_.work_stride = (attention_work_floats(args_.max_rows, head_dim) + 15) / 16 * 16;
+    const int64_t floats = attention_work_floats(args_.max_rows, head_dim);
+    args_.work_stride = (floats + (key_bits ? quantized_work_floats(args_.max_rows, head_dim) : 0) + 15) / 16 * 16;
     for (int32_t w : windows) plans_.emplace_back().window = w;
   }
 
@@ -225,14 +230,14 @@ class Attention {
     WriteArgs a{layer_base(layer), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
                 shape_.block_size, shape_.head_dim, shape_.num_kv_heads, at<const int64_t>(slots), tokens,
                 at<const void>(key), at<const void>(value), key_stride, value_stride, static_cast<DType>(io_type),
-                false};
-    a.threaded = omp_get_max_threads() > 1 && tokens * args_.value_offset / shape_.block_size > 65536;
+                false, {args_.halves[0], args_.halves[1]}};
+    a.threaded = omp_get_max_threads() > 1 && tokens * shape_.num_kv_heads * shape_.head_dim > 65536;
     kernels->write(a);
   }
 
   // pairs: source, destination, source, destination, … in order: a later pair may read what an earlier one wrote.
   void copy_blocks(const std::vector<int64_t>& pairs) const {
-    const size_t bytes = static_cast<size_t>(args_.block_stride) * element_size(args_.kv_type);
+    const size_t bytes = static_cast<size_t>(block_bytes_);
     for (int64_t id : pairs) {
       if (id < 0 || id >= shape_.num_blocks)
         throw std::out_of_range("block " + std::to_string(id) + " lies outside the pool of " +
@@ -254,7 +259,7 @@ class Attention {
   char* layer_base(int64_t layer) const {
     if (layer < 0 || layer >= shape_.layers)
       throw std::out_of_range("layer " + std::to_string(layer) + " of a block with " + std::to_string(shape_.layers));
-    return base_ + layer * 2 * args_.value_offset * element_size(args_.kv_type);
+    return base_ + layer * layer_bytes_;
   }
   // Vectors that straddle cache lines cost two loads each.
   static constexpr uintptr_t kAlign = 64;
@@ -265,7 +270,26 @@ class Attention {
     if (static_cast<int64_t>(v.size()) < floats) v.resize(static_cast<size_t>(floats));
   }
 
+  // Places in a quantised block; strides become bytes.
+  void quantize(int key_bits, int value_bits) {
+    int64_t first = 0;
+    for (int half = 0; half < 2; ++half) {
+      QuantizedHalf& h = args_.halves[half];
+      h.bits = half ? value_bits : key_bits;
+      h.first = first;
+      h.data = shape_.head_dim * h.bits / 8;
+      h.groups = h.bits == 4 ? groups_of(shape_.head_dim) : 0;
+      h.scales = shape_.block_size * h.data;
+      h.multipliers = h.scales + 2 * shape_.block_size;
+      h.slab = h.multipliers + shape_.block_size * h.groups;
+      first += shape_.num_kv_heads * h.slab;
+    }
+    layer_bytes_ = first;
+    block_bytes_ = args_.block_stride = shape_.layers * first;
+  }
+
   char* base_;
+  int64_t layer_bytes_ = 0, block_bytes_ = 0;
   CacheShape shape_;
   Planner planner_;
   AttentionArgs args_{};
@@ -386,7 +410,7 @@ NB_MODULE(_native, m) {
       .def("add",
            [](LoadQueue& q, const PackedWeight& weight, uintptr_t source, int kind, int64_t first, int64_t count,
               bool release) { q.add(weight.load_args(source, kind, first, count), release); })
-      .def("run", [](LoadQueue& q, bool threaded) { q.run(*kernels, threaded); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("run", [](LoadQueue& q, bool threaded, double share) { q.run(*kernels, threaded, share); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("done", &LoadQueue::done)
       .def_prop_ro("total", &LoadQueue::total);
   nb::class_<Sampling>(m, "Sampling")
@@ -396,7 +420,7 @@ NB_MODULE(_native, m) {
       .def("logprobs", &Sampling::logprobs);
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<uintptr_t, int, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
-                    const std::vector<int32_t>&>())
+                    const std::vector<int32_t>&, int, int>())
       .def("plan", &Attention::plan)
       .def("attend", &Attention::attend)
       .def("write", &Attention::write)

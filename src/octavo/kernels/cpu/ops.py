@@ -131,12 +131,13 @@ class LoadQueue:
         self._native.add(packed, part.data_ptr(), _KINDS_OF_TENSORS[part.dtype], first, part.shape[0], False)
         return int(part.shape[0])
 
-    def run(self, threaded: bool) -> None:
+    def run(self, threaded: bool, share: float = 1.0) -> None:
         """Until nothing is left to begin, without the interpreter lock. threaded: on all threads, else the caller's.
 
-        What another thread has begun may still be under way when this returns.
+        share: stop once this part of the bytes is done. What another thread has begun may still be under way when
+        this returns.
         """
-        self._native.run(threaded)
+        self._native.run(threaded, share)
 
     @property
     def done(self) -> int:
