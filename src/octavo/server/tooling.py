@@ -7,12 +7,12 @@ text is the message.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Protocol
 
 from octavo.async_engine import AsyncEngine
 from octavo.server.errors import ApiError
 from octavo.server.protocol.chat import ChatBody
+from octavo.server.tools import plan
 
 
 class ToolReader(Protocol):
@@ -35,26 +35,34 @@ class ToolReader(Protocol):
 
 
 class ToolPlan(Protocol):
-    """template_tools: what the chat template gets. structured_outputs: what a forced call must look like, or None."""
+    """template_tools: what the chat template gets. structured_outputs: what a forced call must look like, or None.
+
+    keeps_special: calls begin with a special token, so that special tokens must stay in the text.
+    """
 
     template_tools: list[dict[str, Any]] | None
     structured_outputs: dict[str, Any] | None
+    keeps_special: bool
+
+    def adapt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with what a template without tools must be told."""
+        ...
 
     def reader(self) -> ToolReader: ...
 
 
-def plan_for(body: ChatBody, engine: AsyncEngine) -> ToolPlan | None:
-    """The plan of a request with tools; None without. Raises `ApiError` for what cannot be honoured."""
+def plan_for(body: ChatBody, engine: AsyncEngine, template: str | None) -> ToolPlan | None:
+    """The plan of a request with tools; None without. Raises `ApiError` for what cannot be honoured.
+
+    template: the chat template in use, None for the model's own.
+    """
     if not body.tools:
         for name in ("tool_choice", "parallel_tool_calls"):
             value = getattr(body, name)
             if value is not None and not (name == "tool_choice" and value in ("none", "auto")):
                 raise ApiError(400, f"{name} has no effect without tools", param=name, code="contradiction")
         return None
-    if importlib.util.find_spec("octavo.server.tools") is None:
-        raise ApiError(400, "tools: this field is not supported; leave it out", param="tools", code="unsupported")
-    plan: ToolPlan = importlib.import_module("octavo.server.tools").plan(body, engine)
-    return plan
+    return plan(body, engine, template)
 
 
 def structure_of(form: dict[str, Any] | None, param: str) -> dict[str, Any] | None:

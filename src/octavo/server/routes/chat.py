@@ -23,6 +23,7 @@ from octavo.server.sampling import Settled, check_model, settle
 from octavo.server.security import KeyedCaller
 from octavo.server.state import ReadyEngine, State
 from octavo.server.tooling import ToolPlan, ToolReader, plan_for, structure_of
+from octavo.server.tools import adapt_history
 from octavo.server.wire import DONE, dumps, event
 from octavo.text.prompts import Prompt
 
@@ -36,13 +37,14 @@ async def chat_completions(
     """The assistant's next message; with `stream`, as server-sent events."""
     check(body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    plan = plan_for(body, engine)
+    plan = plan_for(body, engine, state.chat_template)
     settled = settle(
         body,
         state,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured_outputs=one_structure(body, plan),
+        skip_special_tokens=False if plan is not None and plan.keeps_special else body.skip_special_tokens,
     )
     prompt = await prompt_of(body, engine, state.chat_template, plan)
     settled.cut_to_context(engine, len(prompt.token_ids or ()))
@@ -89,9 +91,11 @@ def one_structure(body: ChatBody, plan: ToolPlan | None) -> dict[str, Any] | Non
 async def prompt_of(body: ChatBody, engine: AsyncEngine, template: str | None, plan: ToolPlan | None) -> Prompt:
     if body.prompt_token_ids is not None:
         return Prompt(token_ids=tuple(body.prompt_token_ids))
+    messages = [as_template_message(message) for message in body.messages]
+    tokenizer = engine.engine.tokenizer
     return await conversation(
         engine,
-        [as_template_message(message) for message in body.messages],
+        plan.adapt(messages) if plan is not None else adapt_history(messages, tokenizer, template),
         template=template,
         add_generation_prompt=body.add_generation_prompt is not False,
         tools=plan.template_tools if plan is not None else None,
