@@ -19,7 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from octavo.async_engine import AsyncEngine
 from octavo.core.block_view import BlockView, block_view
 from octavo.engine import Engine
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnavailableError
 from octavo.inspect.block_details import block_details, text_of_tokens
 from octavo.inspect.explain import explain_as_json
 from octavo.inspect.feed import FEED_VERSION, Frame, delta_frame, full_frame
@@ -74,7 +74,7 @@ class BlockFeed:
         return clock != since.step or time.monotonic() - self._taken_at > IDLE_SECONDS
 
     async def events(self, hello: dict[str, Any], over: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Server-sent events for one watcher until `over()`: hello, a full frame, then deltas."""
+        """Server-sent events for one watcher until `over()` or the engine ends: hello, a full frame, then deltas."""
         self.watchers += 1
         try:
             yield event(hello, "hello")
@@ -83,17 +83,20 @@ class BlockFeed:
             spoken = time.monotonic()
             while not over():
                 await asyncio.sleep(self.interval)
+                frame = None
                 if self.has_moved(sent) and (view := await self.next()) is not sent:
                     frame = delta_frame(sent, view, number + 1)
-                    if not _is_empty(frame, sent):
-                        sent, number, spoken = view, number + 1, time.monotonic()
-                        yield event(frame, "frame")
-                if time.monotonic() - spoken > HEARTBEAT_SECONDS:
+                if frame is not None and not _is_empty(frame, sent):
+                    sent, number, spoken = view, number + 1, time.monotonic()
+                    yield event(frame, "frame")
+                elif time.monotonic() - spoken > HEARTBEAT_SECONDS:
                     spoken = time.monotonic()
                     yield b": still here\n\n"
-            yield event({}, "stopped")
+        except UnavailableError:  # the engine has gone while a snapshot was asked for
+            pass
         finally:
             self.watchers -= 1
+        yield event({}, "stopped")
 
 
 def _timed_view(engine: Engine) -> tuple[BlockView, float]:
