@@ -36,7 +36,8 @@ class EngineStats:
     """Counters since the start and gauges of now, computed when asked.
 
     mean_sequences, mean_used_blocks: over the steps so far. steps_short_of_*: steps that left somebody waiting for
-    blocks, for a seat of max_num_seqs, or for the token budget.
+    blocks, for a seat of max_num_seqs, or for the token budget. spec_*: speculative decoding: rows with guesses
+    ("drafts"), guesses checked and found right, the last two also by place behind the last known token.
     """
 
     running: int
@@ -70,6 +71,11 @@ class EngineStats:
     steps_short_of_seats: int
     steps_short_of_budget: int
     leaks_repaired: int
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_draft_tokens_per_pos: tuple[int, ...] = ()
+    spec_accepted_tokens_per_pos: tuple[int, ...] = ()
 
 
 class Engine:

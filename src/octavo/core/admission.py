@@ -34,7 +34,7 @@ class Admission:
         self._computing: dict[bytes, str] = {}  # block key -> request that is computing it
         self._promised: dict[Request, int] = {}  # blocks its prompt was counted with, until it is computed
         self._match: tuple[str, Match] | None = None  # of the last positive verdict
-        self._owed: int | None = None  # what `_outstanding` found in this round of admissions
+        self._owed: int | None = None  # what `outstanding` found in this round of admissions
         self._any_protected = False  # has any request reached max_preemptions?
 
     # -- at the door ---------------------------------------------------------------------------------------------
@@ -52,6 +52,11 @@ class Admission:
             raise PromptError(
                 f"the prompt has {request.prompt_len} tokens; max_model_len={settings.max_model_len} leaves room for a "
                 f"prompt of at most {settings.max_model_len - 1} and one new token. Shorten it or raise max_model_len"
+            )
+        if request.beam is not None and settings.speculation is not None:
+            raise SamplingError(
+                "beam search cannot run with speculative decoding: beams are chosen among the candidates of all beams "
+                "at every position, so no beam has a next token to guess. Use n samples, or leave speculative out"
             )
         if request.width > settings.max_num_seqs:
             raise SamplingError(
@@ -101,7 +106,7 @@ class Admission:
         revived = sum(1 for b in taken if pool.count(b) == 0 and not pool.is_pending(b))
         copies = self._memory.layout.num_groups if match.partial else 0
         need = max(0, self._prompt_need(request, running) - len(taken)) + copies + revived
-        return allocation.can_admit(need + self._outstanding())
+        return allocation.can_admit(need + self.outstanding())
 
     def _prompt_need(self, request: Request, running: list[Request]) -> int:
         """Blocks for what is known of the request and one more token of each sequence.
@@ -135,7 +140,7 @@ class Admission:
         whole = self._memory.allocation.worst_case(request.prompt_len, request.max_len - 1, seats_of(request))
         return max(0, whole - _held(request))
 
-    def _outstanding(self) -> int:
+    def outstanding(self) -> int:
         """Blocks that admitted prompts were counted with and have not taken yet; summed once per round."""
         if self._owed is not None:
             return self._owed
@@ -151,7 +156,7 @@ class Admission:
         need = max(need, self._whole_need(request, running) or 0)
         # Alone in the pool it always fits: the margin for the next token must not keep it out for ever.
         need = min(need, self._settings.num_blocks) if not running else need
-        fits = self._memory.allocation.can_admit(need + self._outstanding())
+        fits = self._memory.allocation.can_admit(need + self.outstanding())
         return Verdict.YES if fits else Verdict.NO_ROOM
 
     def outranked(self, request: Request, running: list[Request]) -> Request | None:

@@ -1,28 +1,34 @@
-"""From a decision to the words of a plan: one sequence's share of a step, and what the runner must be told about it."""
+"""From a decision to the words of a plan, and from a result to tokens: one sequence's share of a step."""
 
 from __future__ import annotations
 
 from octavo.core.memory import KVMemory
+from octavo.core.rounds import Round, SequenceNews, end_of
 from octavo.core.sequence import Sequence
-from octavo.core.step import LAST_SAMPLED, ScheduledSequence, SequenceStart, TableUpdate
+from octavo.core.step import LAST_SAMPLED, Drawn, ScheduledSequence, SequenceStart, TableUpdate
 
 
-def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[SequenceStart]) -> ScheduledSequence:
-    """`count` more positions of `seq` count as computed from now on; siblings fork at the end of their prompt.
+def commit_sequence(memory: KVMemory, seq: Sequence, round_: Round, starts: list[SequenceStart]) -> ScheduledSequence:
+    """What was decided for `seq` counts as computed from now on; siblings fork at the end of their prompt.
 
+    Guesses count too: those that turn out wrong are taken back with the result (`KVMemory.rewind`).
     Rows that the runner must open for it are appended to `starts`.
     """
     request = seq.request
-    start, end = seq.num_computed, seq.num_computed + count
+    start, end = seq.num_computed, seq.num_computed + round_.decided[seq]
+    proposed = round_.proposals.get(seq, ())
     seq.num_computed = end
     seq.last_step = memory.pool.clock + 1  # the step being planned
     known = len(seq.token_ids)
     tokens = tuple(seq.token_ids[start:end])
-    if end > known:
+    if proposed:
+        seq.num_proposed = len(proposed)
+        tokens += proposed
+    elif end > known:
         tokens += (LAST_SAMPLED,) * (end - max(known, start))
     if not seq.started:
         _open_row(seq, starts)
-    drawing = [seq] if end == seq.num_tokens else []
+    drawing = [seq] if end == seq.num_tokens + len(proposed) else []
     if not request.forked and end >= request.prompt_len:
         request.forked = True
         for sibling in [s for s in request.live() if s is not seq and not s.tables]:
@@ -38,7 +44,22 @@ def commit_sequence(memory: KVMemory, seq: Sequence, count: int, starts: list[Se
         for table in seq.tables:
             table.take_updates(updates)
     wanted = request.sampling.prompt_logprobs if start + 1 < request.prompt_len else None
-    return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), tuple(s.seq_id for s in drawing), wanted)
+    sample_ids = tuple(s.seq_id for s in drawing)
+    return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), sample_ids, wanted, len(proposed))
+
+
+def append_drawn(seq: Sequence, drawn: Drawn) -> tuple[SequenceNews, tuple[str, int | None] | None]:
+    """Give a sample the tokens it drew, up to the one that ends it: (its news, why it must end or None)."""
+    seq.num_pending -= 1
+    taken, end = 0, None
+    for token in drawn.token_ids:
+        seq.token_ids.append(token)
+        taken += 1
+        if (end := end_of(seq, token)) is not None:
+            break
+    if drawn.logprobs:
+        seq.cumulative_logprob += sum(p.logprobs[0] for p in drawn.logprobs[:taken])
+    return SequenceNews(seq, drawn.token_ids[:taken], drawn.logprobs[:taken]), end
 
 
 def _open_row(seq: Sequence, starts: list[SequenceStart]) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from octavo.core.kv_layout import KVLayout
 from octavo.core.step import (
     LAST_SAMPLED,
+    PROPOSED,
     Drawn,
     ScheduledSequence,
     SequenceStart,
@@ -60,7 +61,10 @@ class _Row:
 
 
 class FakeRunner:
-    """Executes plans over imaginary KV. `script` decides the tokens; `vocab_size` bounds beam candidates."""
+    """Executes plans over imaginary KV. `script` decides the tokens; `vocab_size` bounds beam candidates.
+
+    draft: what a draft model would propose; None: `script` itself, so everything it proposes is right.
+    """
 
     def __init__(
         self,
@@ -71,9 +75,11 @@ class FakeRunner:
         num_host_blocks: int = 0,
         vocab_size: int = 997,
         check: bool = True,
+        draft: Script | None = None,
     ) -> None:
         self.layout = layout
         self.script = script
+        self.draft = draft or script
         self.vocab_size = vocab_size
         self.check = check
         self._kv: list[list[int]] = [[-1] * layout.block_size for _ in range(num_blocks if check else 0)]
@@ -109,7 +115,7 @@ class FakeRunner:
                 )
             known = row.tokens[: item.start + item.num_tokens]
             for seq_id in item.sample_ids:
-                drawn[seq_id] = self._draw(seq_id, known)
+                drawn[seq_id] = self._verify_guesses(item, known) if item.num_proposed else self._draw(seq_id, known)
         return StepResult(plan.step_id, drawn, prompt_logprobs)
 
     def block_table(self, seq_id: int, group: int = 0) -> list[int]:
@@ -138,6 +144,8 @@ class FakeRunner:
             table[update.first : end] = update.block_ids
         for offset, token in enumerate(item.token_ids):
             position = item.start + offset
+            if token == PROPOSED:
+                token = self.draft(row.tokens[:position], row.start.sample_index)
             if token == LAST_SAMPLED:
                 if position >= len(row.tokens):
                     raise InternalError(f"sequence {item.seq_id}: no token was drawn for position {position}")
@@ -187,6 +195,15 @@ class FakeRunner:
                     f"sequence {read.seq_id}, group {read.group}: position {read.position} reads block {read.block}, "
                     f"which holds another content{when}"
                 )
+
+    def _verify_guesses(self, item: ScheduledSequence, computed: list[int]) -> Drawn:
+        """Draw behind each guess as long as the guess is what was drawn."""
+        end = len(computed) - item.num_proposed
+        drawn = [self._draw(item.seq_id, computed[:end])]
+        while end < len(computed) and drawn[-1].token_ids == (computed[end],):
+            end += 1
+            drawn.append(self._draw(item.seq_id, computed[:end]))
+        return Drawn(tuple(d.token_ids[0] for d in drawn), tuple(p for d in drawn for p in d.logprobs))
 
     def _draw(self, seq_id: int, known: list[int]) -> Drawn:
         row = self._rows[seq_id]

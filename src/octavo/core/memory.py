@@ -190,6 +190,14 @@ class KVMemory:
             for table in seq.tables:
                 table.truncate(seq.num_computed)
 
+    def rewind(self, seq: Sequence, num_tokens: int) -> None:
+        """Only `num_tokens` positions of the last step were right: the others and their blocks are given back."""
+        seq.num_computed = seq.num_done = num_tokens
+        if isinstance(self.allocation, PagedAllocation):
+            for table in seq.tables:
+                table.truncate(num_tokens)
+            seq.writable_until = min(seq.writable_until, len(seq.tables[0].ids) * self.layout.block_size)
+
     # -- swapping ------------------------------------------------------------------------------------------------
 
     def swap_size(self, request: Request) -> int:

@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 from octavo.core.kv_layout import KVGroup, KVLayout
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request
-from octavo.core.settings import SchedulerSettings
+from octavo.core.settings import SchedulerSettings, SpeculationSettings
 from octavo.core.step import Drawn, StepPlan, StepResult, TokenLogprobs
 from octavo.errors import ConfigError, OctavoError
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputs
@@ -162,7 +162,11 @@ def replay(path: str | Path, *, watcher: Watcher | None = None) -> ReplayReport:
         raise ConfigError(f"{path}: not a recording of version {VERSION}")
     layout = header["layout"]
     groups = tuple(KVGroup(tuple(g["layers"]), g["window"]) for g in layout.pop("groups"))
-    scheduler = Scheduler(SchedulerSettings(**header["settings"]), KVLayout(groups=groups, **layout))
+    settings = header["settings"]
+    if (guessing := settings.get("speculation")) is not None:
+        costs = tuple((rows, time) for rows, time in guessing["row_costs"])
+        settings["speculation"] = SpeculationSettings(**{**guessing, "row_costs": costs})
+    scheduler = Scheduler(SchedulerSettings(**settings), KVLayout(groups=groups, **layout))
     if watcher is not None:
         watcher.begin(scheduler, header["about"])
     steps = requests = 0

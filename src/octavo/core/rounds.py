@@ -75,6 +75,7 @@ class Round:
     preempted: bool = False
     swept: bool = False  # windows were swept
     kept_out: Request | None = None  # the first that waits for a seat or for blocks
+    proposals: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)  # part of what `decided` counts
 
 
 @dataclass(slots=True)

@@ -17,14 +17,15 @@ from collections import deque
 
 from octavo.core.admission import Admission, Verdict, seats_of
 from octavo.core.beam import BeamSearch, advance_beams
-from octavo.core.commit import commit_sequence
+from octavo.core.commit import append_drawn, commit_sequence
 from octavo.core.kv_layout import KVLayout, largest
 from octavo.core.memory import KVMemory
 from octavo.core.preemption import choose_victim, prefers_swap, recompute_tokens
 from octavo.core.queue import WaitingQueue
-from octavo.core.rounds import Counters, Flight, Round, SequenceNews, end_of, is_stale, keep_prompt_logprobs, work_of
+from octavo.core.rounds import Counters, Flight, Round, SequenceNews, is_stale, keep_prompt_logprobs, work_of
 from octavo.core.sequence import Request, RequestState, Sequence
 from octavo.core.settings import SchedulerSettings
+from octavo.core.speculation import Speculator
 from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult
 from octavo.errors import InternalError
 
@@ -38,6 +39,7 @@ class Scheduler:
         self.settings = settings
         self.memory = KVMemory(layout, settings)
         self.admission = Admission(self.memory, settings)
+        self.speculator = Speculator(settings.speculation, self.memory) if settings.speculation else None
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # sorted by key
         self.requests: dict[str, Request] = {}  # all that have not ended
@@ -182,6 +184,8 @@ class Scheduler:
             self.counters.short_of_blocks += 1
         else:
             self._admit(round_, now)
+        if self.speculator is not None:
+            self.speculator.plan(round_, self.admission.outstanding())
         return self._commit(round_)
 
     def _work(self, round_: Round) -> list[tuple[Sequence, int]]:  # oldest request first
@@ -266,7 +270,7 @@ class Scheduler:
             seq.epoch += 1
             if not swap:
                 self.memory.close(seq)
-                seq.num_computed = seq.num_done = seq.num_published = 0
+                seq.num_computed = seq.num_done = seq.num_published = seq.num_proposed = 0
                 victim.forked = False
             self._forget_row(seq)
         self.admission.forget(victim)
@@ -323,8 +327,8 @@ class Scheduler:
         starts: list[SequenceStart] = []
         # Copies of the forks below need this step's KV: they go with the next plan.
         transfers = self.memory.take_transfers()
-        scheduled = [commit_sequence(self.memory, seq, count, starts) for seq, count in round_.decided.items()]
-        work = [(seq, seq.num_computed, seq.epoch) for seq in round_.decided]
+        scheduled = [commit_sequence(self.memory, seq, round_, starts) for seq in round_.decided]
+        work = [(seq, seq.num_computed - seq.num_proposed, seq.epoch) for seq in round_.decided]
         ends, self._ends = tuple(self._ends), []
         plan = StepPlan(self._step, tuple(scheduled), transfers, tuple(starts), ends)
         if plan.is_empty and self.requests and not self._flights:
@@ -381,16 +385,12 @@ class Scheduler:
             request.beam_state.offer(seq.seq_id, drawn.logprobs[0])
             beams[request.request_id] = request
         else:
-            seq.num_pending -= 1
-            taken = 0
-            for taken, token in enumerate(drawn.token_ids, 1):  # noqa: B007 - `taken` is read after the loop
-                seq.token_ids.append(token)
-                if (end := end_of(seq, token)) is not None:
-                    self.finish(seq, *end)
-                    break
-            if drawn.logprobs:
-                seq.cumulative_logprob += sum(p.logprobs[0] for p in drawn.logprobs[:taken])
-            news.append(SequenceNews(seq, drawn.token_ids[:taken], drawn.logprobs[:taken]))
+            gained, end = append_drawn(seq, drawn)
+            news.append(gained)
+            if self.speculator is not None:
+                self.admission.computed(self.speculator.settle(seq, drawn.token_ids))
+            if end is not None:
+                self.finish(seq, *end)
 
     # -- trust ---------------------------------------------------------------------------------------------------
 

@@ -74,10 +74,12 @@ class Sequence:
         "num_computed",
         "num_done",
         "num_pending",
+        "num_proposed",
         "num_published",
         "prompt_len",
         "request",
         "seq_id",
+        "speculation",
         "started",
         "stop_reason",
         "tables",
@@ -97,6 +99,8 @@ class Sequence:
         self.num_computed = 0
         self.num_done = 0
         self.num_pending = 0  # drawn by a step in flight, value not known here yet
+        self.num_proposed = 0  # the step in flight computes so many guesses behind what is known
+        self.speculation: Any = None  # what `Speculator` has learnt of it
         self.keys: list[bytes] = []  # chained hashes of its full blocks, grown on demand
         self.num_published = 0
         self.writable_until = 0  # positions below need no block and no copy before they are written

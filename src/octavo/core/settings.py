@@ -6,6 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationSettings:
+    """How tokens are proposed ahead, and what checking them costs.
+
+    method: "ngram" (what followed the same tokens before in the sequence) or "draft" (a smaller model, run by the
+    runner). num_tokens: most proposals for a sequence in one step. lookup_min, lookup_max: tokens that must, and at
+    most do, agree before a continuation is copied. row_costs: (rows, time of a step with so many), rows ascending, any
+    unit; empty: proposals cost nothing, so as many as possible are made. draft_cost: one pass of the draft model in the
+    same unit.
+    """
+
+    method: str
+    num_tokens: int
+    lookup_min: int = 2
+    lookup_max: int = 4
+    row_costs: tuple[tuple[int, float], ...] = ()
+    draft_cost: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSettings:
     """num_blocks: physical blocks of the pool. num_host_blocks: blocks of the host pool that swapping uses (0: none).
 
@@ -13,7 +32,7 @@ class SchedulerSettings:
     victim when its blocks cost less to move than its tokens to recompute. max_preemptions: after that many, a
     request is only readmitted when nothing older can push it out again (0: no bound). priority_aging_s: seconds of
     waiting that are worth one level of priority. max_in_flight: steps that may be planned before the oldest reports
-    back.
+    back. speculation: None: no token is proposed ahead.
     """
 
     num_blocks: int
@@ -30,3 +49,4 @@ class SchedulerSettings:
     max_queue: int | None = None
     priority_aging_s: float = 60.0
     max_in_flight: int = 1
+    speculation: SpeculationSettings | None = None

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 #: Only planned while that step is still in flight; the runner has the token, the scheduler not yet.
 LAST_SAMPLED = -1
 
+#: In `ScheduledSequence.token_ids`: "a token that the draft model proposes for this position".
+PROPOSED = -2
+
 
 class TransferKind(Enum):
     """What a `BlockTransfer` moves between."""
@@ -93,6 +96,9 @@ class ScheduledSequence(NamedTuple):
     `sample_ids` are the sequences that draw a token from the logits of the last position: usually the
     sequence itself, at the end of a prompt also its sibling samples, empty for a prompt chunk that is not
     the last. `prompt_logprobs`: also return logprobs of the prompt tokens that follow the computed positions.
+    `num_proposed`: so many of the last `token_ids` are guesses. Then the one sequence in `sample_ids` draws at the last
+    known position and goes on drawing behind each guess for as long as the guess is what it drew: 1 to
+    `num_proposed` + 1 tokens, exactly those that it would draw one step at a time.
     """
 
     seq_id: int
@@ -101,6 +107,7 @@ class ScheduledSequence(NamedTuple):
     tables: tuple[TableUpdate, ...] = ()
     sample_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    num_proposed: int = 0
 
     @property
     def num_tokens(self) -> int:

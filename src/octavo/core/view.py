@@ -166,4 +166,5 @@ def counters_of(scheduler: Scheduler) -> dict[str, Any]:
         "steps_short_of_blocks": c.short_of_blocks,
         "steps_short_of_seats": c.short_of_seats,
         "steps_short_of_budget": c.short_of_budget,
+        **(scheduler.speculator.stats() if scheduler.speculator else {}),
     }

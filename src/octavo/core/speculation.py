@@ -1,0 +1,228 @@
+"""Speculation: which sequences check how many guesses in a step, and what comes of it.
+
+A guess is a token put behind a decoding sequence as if it had been drawn. The step computes it like any other position
+and the runner draws behind it for as long as each guess is what it drew, so the answer is the one without guesses,
+token for token; only the number of steps changes. Guesses live on what a round left over: tokens of the budget and
+blocks that nobody was promised. Nobody is preempted and no admission waits for them. What was wrong is taken back in
+`settle`, in the update of the same step: positions, blocks, and nothing of it was ever published.
+
+How many: the number that makes the most tokens per second by the costs in the settings. With A tokens expected from a
+step of R rows, one guess more (of a sequence whose guesses come true with probability p, behind j others) is worth
+p^(j+1) tokens and costs T(R + 1) - T(R). All is judged together, so guesses stop where the batch makes them a loss.
+p is learnt per sequence from its latest guesses; n-gram guesses that were not worth checking are compared with what
+was drawn anyway, so a sequence that begins to repeat itself is noticed at no cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from octavo.core.kv_layout import largest
+from octavo.core.memory import KVMemory
+from octavo.core.proposals import Lookup
+from octavo.core.rounds import Round
+from octavo.core.sequence import Sequence
+from octavo.core.settings import SpeculationSettings
+from octavo.core.step import PROPOSED
+
+MARGIN = 1.02  # tokens per second must grow by this much before anything is guessed
+FORGET = 0.95  # weight of what was learnt before, per guess judged
+LIKELIEST = 0.97  # no sequence is trusted more
+PROBE_AFTER = 16  # steps without a draft after which one token is drafted to see
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Since the start. drafts: rows with guesses; drafted, accepted: guesses; by place: of first, second, … guesses."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+
+class Outlook:
+    """How one sequence's guesses have fared."""
+
+    __slots__ = ("hits", "idle", "lookup", "shadow", "tried")
+
+    def __init__(self, lookup: Lookup | None) -> None:
+        self.lookup = lookup
+        self.tried, self.hits = 2.0, 1.0  # before anything is known: even chances
+        self.shadow = -1  # the first guess, where none was checked
+        self.idle = 0  # steps since the last guess
+
+    @property
+    def chance(self) -> float:
+        """Probability that a guess behind right ones is right."""
+        return min(LIKELIEST, self.hits / self.tried)
+
+    def learn(self, tried: int, hits: int) -> None:
+        """Of `tried` guesses that could be judged `hits` came true."""
+        for i in range(tried):
+            self.tried = self.tried * FORGET + 1.0
+            self.hits = self.hits * FORGET + (i < hits)
+
+
+class Speculator:
+    """Adds guesses to a round and takes wrong ones back. One per scheduler."""
+
+    def __init__(self, settings: SpeculationSettings, memory: KVMemory) -> None:
+        self.settings = settings
+        self.counters = SpeculationCounters(drafted_at=[0] * settings.num_tokens, accepted_at=[0] * settings.num_tokens)
+        self._memory = memory
+        self._costs = RowCosts(settings.row_costs)
+
+    def stats(self) -> dict[str, Any]:
+        """The counters by the names of `EngineStats`."""
+        c = self.counters
+        return {
+            "spec_drafts": c.drafts,
+            "spec_draft_tokens": c.drafted,
+            "spec_accepted_tokens": c.accepted,
+            "spec_draft_tokens_per_pos": tuple(c.drafted_at),
+            "spec_accepted_tokens_per_pos": tuple(c.accepted_at),
+        }
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self, round_: Round, promised: int) -> None:
+        """Everything else is decided. promised: blocks that admitted prompts were counted with and have not taken."""
+        if not round_.budget or not round_.decided:
+            return
+        rows, drawing = sum(round_.decided.values()), len(round_.decided)
+        if not self._costs.is_worth(drawing, rows, [1.0], self.settings.draft_cost):
+            return  # not even a certain guess would pay
+        found = []
+        for seq, count in round_.decided.items():
+            if count == 1 and _may_guess(seq):
+                outlook = seq.speculation or self._outlook(seq)
+                room = min(self.settings.num_tokens, seq.request.max_len - len(seq.token_ids) - 1, round_.budget)
+                if guesses := self._guesses(seq, outlook, room):
+                    found.append((seq, outlook, guesses))
+        if not found:
+            return
+        wanted = self._costs.share_out(
+            drawing, rows, [(o.chance, len(g)) for _, o, g in found], self.settings.draft_cost
+        )
+        for (seq, outlook, guesses), count in zip(found, wanted):
+            taken = self._take(seq, min(count, round_.budget), promised) if count else 0
+            if not taken and outlook.idle >= PROBE_AFTER and self.settings.method == "draft" and round_.budget:
+                taken = self._take(seq, 1, promised)
+            if taken:
+                round_.proposals[seq] = guesses[:taken]
+                round_.decided[seq] += taken
+                round_.budget -= taken
+                outlook.shadow, outlook.idle = -1, 0
+            else:
+                outlook.shadow = guesses[0]
+                outlook.idle += 1
+
+    def _outlook(self, seq: Sequence) -> Outlook:
+        settings = self.settings
+        lookup = Lookup(settings.lookup_min, settings.lookup_max) if settings.method == "ngram" else None
+        outlook = seq.speculation = Outlook(lookup)
+        return outlook
+
+    def _guesses(self, seq: Sequence, outlook: Outlook, count: int) -> tuple[int, ...]:
+        """At most `count` guesses, none of them an end: behind an end nothing is drawn."""
+        if count < 1:
+            return ()
+        if outlook.lookup is None:
+            return (PROPOSED,) * count
+        guesses = outlook.lookup.propose(seq.token_ids, count)
+        ends = seq.request.end_ids
+        return guesses[: next((i for i, token in enumerate(guesses) if token in ends), len(guesses))]
+
+    def _take(self, seq: Sequence, count: int, promised: int) -> int:
+        """Blocks for up to `count` guesses; returns for how many there are."""
+        memory, start = self._memory, seq.num_computed
+        spare = memory.pool.num_available - promised
+        count = largest(count, lambda n: memory.allocation.blocks_needed(seq, start, start + 1 + n) <= spare)
+        if count and start + 1 + count > seq.writable_until:
+            memory.extend(seq, start, start + 1 + count)
+        return count
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def settle(self, seq: Sequence, drawn: tuple[int, ...]) -> list[bytes]:
+        """`drawn` came for `seq`, and as much of it as counts is in `seq.token_ids`: take back the guesses it refuted.
+
+        Returns the keys of blocks that are complete, and published, now.
+        """
+        outlook, proposed = seq.speculation, seq.num_proposed
+        if not proposed:
+            if outlook is not None and outlook.shadow >= 0 and drawn:
+                outlook.learn(1, outlook.shadow == drawn[0])
+                outlook.shadow = -1
+            return []
+        seq.num_proposed = 0
+        accepted = len(drawn) - 1
+        outlook.learn(min(accepted + 1, proposed), accepted)
+        counters = self.counters
+        counters.drafts += 1
+        counters.drafted += proposed
+        counters.accepted += accepted
+        for place in range(proposed):
+            counters.drafted_at[place] += 1
+            counters.accepted_at[place] += place < accepted
+        self._memory.rewind(seq, len(seq.token_ids) - 1)
+        return self._memory.publish(seq)
+
+
+def _may_guess(seq: Sequence) -> bool:
+    """It draws in this step, for itself alone, and everything before is known."""
+    request = seq.request
+    return (
+        request.forked
+        and request.beam is None
+        and request.pooling is None
+        and seq.num_pending == 0
+        and seq.num_computed + 1 == len(seq.token_ids)
+    )
+
+
+class RowCosts:
+    """T(rows), linear between the measured points and beyond the last; constant without any."""
+
+    def __init__(self, points: tuple[tuple[int, float], ...]) -> None:
+        self._margin = MARGIN if points else 1.0
+        self._rows = [rows for rows, _ in points]
+        self._times = list(accumulate((time for _, time in points), max))  # noise must not make rows cheaper
+
+    def time(self, rows: int) -> float:
+        if not self._rows:
+            return 1.0
+        if len(self._rows) == 1:
+            return self._times[0]
+        at = min(max(bisect_right(self._rows, rows), 1), len(self._rows) - 1)
+        (r0, r1), (t0, t1) = self._rows[at - 1 : at + 1], self._times[at - 1 : at + 1]
+        return max(t0 + (t1 - t0) * (rows - r0) / (r1 - r0), 1e-12)
+
+    def is_worth(self, drawing: int, rows: int, gains: list[float], extra: float) -> bool:
+        """Do guesses that bring `gains` pay in a step of `rows` rows that brings `drawing` tokens without them?"""
+        more = (drawing + sum(gains)) / (self.time(rows + len(gains)) + extra)
+        return more >= self._margin * drawing / self.time(rows)
+
+    def share_out(self, drawing: int, rows: int, offers: list[tuple[float, int]], pass_cost: float) -> list[int]:
+        """Guesses for each offer (chance, most): the number with the most tokens per time, the likeliest first.
+
+        pass_cost: what each further guess in the longest row costs in addition (a pass of the draft model).
+        """
+        ranked = sorted((-(chance ** (j + 1)), j, i) for i, (chance, most) in enumerate(offers) for j in range(most))
+        best_rate, best = self._margin * drawing / self.time(rows), 0
+        gain, longest = 0.0, 0
+        for count, (minus_gain, j, _) in enumerate(ranked, 1):
+            gain -= minus_gain
+            longest = max(longest, j + 1)
+            rate = (drawing + gain) / (self.time(rows + count) + longest * pass_cost)
+            if rate > best_rate:
+                best_rate, best = rate, count
+        shares = [0] * len(offers)
+        for _, _, i in ranked[:best]:
+            shares[i] += 1
+        return shares
