@@ -74,6 +74,14 @@ struct Merge {
   int64_t slot;
 };
 
+// Where the keys (or values) of a layer lie in a quantised block: bytes, see octavo/core/kv_format.py. bits 0: floats.
+struct QuantizedHalf {
+  int32_t bits;
+  int64_t first, slab, data, scales, multipliers, groups;
+};
+inline constexpr int kMostQuantizedDim = 512;  // beyond it the 32-bit sums of int4 products could overflow
+inline constexpr int64_t groups_of(int64_t head_dim) { return (head_dim + 31) / 32; }
+
 struct AttentionArgs {
   const void* kv;  // this layer's first byte in block 0
   DType kv_type;
@@ -98,11 +106,17 @@ struct AttentionArgs {
   int64_t work_stride;
   int32_t max_rows;  // most query rows (tokens * heads per kv head) of an item
   int threads;
+  QuantizedHalf halves[2];  // keys, values; strides above are then bytes
 };
 
 // Working memory of one thread of `attend`, rounded up for alignment.
 inline int64_t attention_work_floats(int64_t max_rows, int64_t head_dim) {
   return max_rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + 16 * 10;
+}
+
+// What quantised attention needs on top of that.
+inline int64_t quantized_work_floats(int64_t max_rows, int64_t head_dim) {
+  return max_rows * (head_dim / 2 + kTile / 2 + 2) + kTile * (2 + 2 * groups_of(head_dim) + head_dim) + 16 * 8;
 }
 
 struct WriteArgs {
@@ -116,6 +130,7 @@ struct WriteArgs {
   int64_t key_stride, value_stride;
   DType io_type;
   bool threaded;
+  QuantizedHalf halves[2];
 };
 
 struct NormArgs {

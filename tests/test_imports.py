@@ -57,6 +57,7 @@ PART_OF = {
 #: Single imports against the direction, with their reasons.
 ALLOWED = {
     ("kernels", "octavo.models.spec"): "plain numbers of a model, no code",
+    ("config", "octavo.core.kv_format"): "what kv_cache_dtype may be, refused where it is given; plain numbers",
     ("cli", "octavo.progress"): "the progress bar of loading",
     ("bench", "octavo.cli.options"): "its subcommands take the options of an engine as the others do",
 }

@@ -16,6 +16,7 @@ import torch
 from octavo.config import Choice, EngineConfig, Facts, Resolved, resolve
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
+from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.settings import SchedulerSettings
@@ -54,12 +55,14 @@ def build_engine(
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
         config = replace(config, debug=True)
     device = _device(config.device)
+    check_kv_dtype(config.kv_cache_dtype, device)
     dtype = pick_dtype(config.dtype, device)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
     ops = _ops(config, device, dtype)
     if instrument is not None:
         ops = instrument.ops(ops)
     model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
+    check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
     layout = layout_for(config, model.spec, dtype.itemsize)
     budget = _budget(config, model, layout, dtype, device)
     resolved = resolve(config, _facts(config, model.spec, layout, budget, device, dtype))
@@ -129,8 +132,11 @@ def layout_for(config: EngineConfig, spec: ModelSpec, itemsize: int) -> KVLayout
     return build_layout(
         spec.windows,
         block_size=config.block_size,
-        bytes_per_token_layer=spec.kv_values_per_token_layer() * itemsize,
+        bytes_per_token_layer=kv_bytes_per_token_layer(
+            config.kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=itemsize
+        ),
         hybrid=config.hybrid_kv and config.allocation == "paged",
+        kv_dtype=config.kv_cache_dtype,
     )
 
 

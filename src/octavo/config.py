@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.core.kv_format import parse_kv_dtype
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -20,19 +21,21 @@ class EngineConfig:
     """Settings of one engine. Every field has a default; None means "choose for me and say so".
 
     model: "gemma-3-270m" (the embedded default), a directory, a .gguf file, or a hub id. dtype: auto, float32,
-    bfloat16, float16. num_blocks: physical blocks of the pool; None derives it from cpu_kv_bytes (CPU) or
-    gpu_memory_utilization (on a CPU: at most that share of
-    the memory, what others use included). max_model_len: longest prompt plus output; None: what the model and the
-    pool allow. allocation: "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence).
-    hybrid_kv: layers with a sliding window keep only their window. preemption: auto, recompute, swap.
-    swap_bytes: host memory for swapped-out blocks. max_queue: most waiting requests (None: no limit).
-    enforce_eager: no graphs, no compilation. record: file that receives arrivals and decisions for `octavo replay`.
+    bfloat16, float16. kv_cache_dtype: "auto" (as dtype), "int8", "int4", "fp8" (GPU), or two of them for keys and
+    values ("int8,int4"), see docs/quantization.md. num_blocks: physical blocks of the pool; None derives it from
+    cpu_kv_bytes (CPU) or gpu_memory_utilization (on a CPU: at most that share of the memory, what others use
+    included). max_model_len: longest prompt plus output; None: what the model and the pool allow. allocation:
+    "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence). hybrid_kv: layers with
+    a sliding window keep only their window. preemption: auto, recompute, swap. swap_bytes: host memory for
+    swapped-out blocks. max_queue: most waiting requests (None: no limit). enforce_eager: no graphs, no compilation.
+    record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
     """
 
     model: str = "gemma-3-270m"
     tokenizer: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -64,6 +67,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r}: must be a name or a path, as a string")
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("device", ("auto", "cpu", "cuda"))
+        parse_kv_dtype(self.kv_cache_dtype)
         self._choice("allocation", ("paged", "static"))
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._choice("attention_backend", ("auto", "reference", "native"))
@@ -175,6 +179,8 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
 
     choose("dtype", facts.dtype, "as asked" if config.dtype != "auto" else "fastest exact dtype of this device")
     choose("device", facts.device, "as asked" if config.device != "auto" else "the device found")
+    if config.kv_cache_dtype == "auto":
+        choose("kv_cache_dtype", "auto", f"keys and values in {facts.dtype}, as they are computed")
     if config.cpu_kv_bytes is not None:
         asked = f"cpu_kv_bytes={config.cpu_kv_bytes}"
         if config.num_blocks is not None:

@@ -12,7 +12,6 @@ NEUTRAL: dict[str, Any] = {
     "data_parallel_size": 1,
     "disable_log_stats": True,
     "enable_chunked_prefill": True,
-    "kv_cache_dtype": "auto",
     "pipeline_parallel_size": 1,
     "quantization": None,
     "revision": None,

@@ -38,7 +38,8 @@ class KVLayout:
     block_size: int
     groups: tuple[KVGroup, ...]
     layers_per_group: int
-    bytes_per_token_layer: int  # key + value of one token in one layer
+    bytes_per_token_layer: int  # key + value of one token in one layer, scales included
+    kv_dtype: str = "auto"  # as `kv_format.parse_kv_dtype` reads it
 
     @property
     def num_groups(self) -> int:
@@ -67,7 +68,12 @@ class KVLayout:
 
 
 def build_layout(
-    windows: Seq[int | None], *, block_size: int, bytes_per_token_layer: int, hybrid: bool = True
+    windows: Seq[int | None],
+    *,
+    block_size: int,
+    bytes_per_token_layer: int,
+    hybrid: bool = True,
+    kv_dtype: str = "auto",
 ) -> KVLayout:
     """Group layers by window. `windows[i]` is layer i's window, None for full attention.
 
@@ -80,7 +86,7 @@ def build_layout(
     if not hybrid or len(kinds) == 1:
         window = next(iter(kinds)) if len(kinds) == 1 and hybrid else None
         whole = KVGroup(tuple(range(len(windows))), window)
-        return KVLayout(block_size, (whole,), len(windows), bytes_per_token_layer)
+        return KVLayout(block_size, (whole,), len(windows), bytes_per_token_layer, kv_dtype)
     counts = [len(layers) for layers in kinds.values()]
     size = _group_size(counts)
     groups = [
@@ -90,7 +96,7 @@ def build_layout(
     ]
     # Full groups first: prefix matching starts with them.
     groups.sort(key=lambda g: (g.window is not None, g.layers))
-    return KVLayout(block_size, tuple(groups), size, bytes_per_token_layer)
+    return KVLayout(block_size, tuple(groups), size, bytes_per_token_layer, kv_dtype)
 
 
 def _group_size(counts: Seq[int]) -> int:

@@ -4,6 +4,7 @@ The KV pool is one tensor, cut into blocks:
 
     kv : [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
          (2: key, value.) A block is contiguous, so copying, swapping or saving a block is one move.
+         Quantised: uint8 [num_blocks, layers_per_group, bytes of a layer], laid out as in `core/kv_format.py`.
 
 A batch is ragged: B rows (one per scheduled sequence), T tokens in all. A row with one token is a decode row, any other
 a prompt chunk or a verification row; all of them attend causally to what the row's table already holds and to
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class KVCache:
     """The pool's tensor and what is needed to read it.
 
-    kv: [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim], any float dtype.
+    kv: [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim], any float dtype; or, if
+    `layout.kv_dtype` is not "auto", uint8 [num_blocks, layers_per_group, bytes of a layer].
     """
 
     kv: torch.Tensor

@@ -23,6 +23,7 @@ import torch
 from octavo.core.kv_layout import KVLayout
 from octavo.errors import BoundsError
 from octavo.kernels.interface import AttentionBatch, KVCache
+from octavo.kernels.quantized_kv import QuantizedRows
 from octavo.models.spec import ModelSpec
 
 QUERY_TILE = 256  # queries of a prompt row handled at once: bounds the score matrix
@@ -88,6 +89,38 @@ def independent_runs(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, i
     return runs
 
 
+class FloatRows:
+    """Keys and values kept as floats: one row of `head_dim` per (block, layer, key or value, head, offset)."""
+
+    def __init__(self, kv: torch.Tensor, layout: KVLayout, num_kv_heads: int, head_dim: int) -> None:
+        expected = (layout.layers_per_group, 2, num_kv_heads, layout.block_size, head_dim)
+        if kv.dim() != 6 or tuple(kv.shape[1:]) != expected or not kv.is_contiguous():
+            raise ValueError(
+                f"kv of shape {tuple(kv.shape)} does not fit the model: expected a contiguous "
+                f"[num_blocks, {', '.join(map(str, expected))}] tensor"
+            )
+        self._flat = kv.view(-1, head_dim)
+        self._stride = num_kv_heads * layout.block_size  # rows from the keys of a layer to its values
+        self._scratch = kv.new_empty(0)
+
+    def write(self, place: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value [n, head_dim] into rows [n] of the layer at `place` of its group."""
+        for half, new in enumerate((key, value)):
+            base = (2 * place + half) * self._stride
+            self._flat[base:].index_copy_(0, rows, new.to(self._flat.dtype))
+
+    def gather(self, index: torch.Tensor, place: int) -> torch.Tensor:
+        """Rows of the layer at `place` in its group -> float32 [len(index), head_dim], in the scratch."""
+        head_dim = self._flat.shape[1]
+        needed = index.numel() * head_dim
+        if self._scratch.numel() < needed:
+            # Grown to a power of two: fresh memory for every call costs several times the copy itself.
+            self._scratch = self._flat.new_empty(1 << (needed - 1).bit_length())
+        out = self._scratch[:needed].view(-1, head_dim)
+        torch.index_select(self._flat[2 * place * self._stride :], 0, index, out=out)
+        return out.float()
+
+
 class ReferenceAttention:
     """`AttentionBackend` in plain torch. Built as `ReferenceAttention(cache, spec)`.
 
@@ -99,19 +132,13 @@ class ReferenceAttention:
 
     def __init__(self, cache: KVCache, spec: ModelSpec) -> None:
         kv = cache.kv
-        expected = (cache.layout.layers_per_group, 2, spec.num_kv_heads, cache.layout.block_size, spec.head_dim)
-        if kv.dim() != 6 or tuple(kv.shape[1:]) != expected or not kv.is_contiguous():
-            raise ValueError(
-                f"kv of shape {tuple(kv.shape)} does not fit the model: expected a contiguous "
-                f"[num_blocks, {', '.join(map(str, expected))}] tensor"
-            )
         self._kv = kv
         self._layout: KVLayout = cache.layout
         self._spec = spec
-        self._flat = kv.view(-1, spec.head_dim)  # one row per (block, layer, key or value, head, offset)
+        rows = FloatRows if cache.layout.kv_dtype == "auto" else QuantizedRows
+        self._rows: FloatRows | QuantizedRows = rows(kv, cache.layout, spec.num_kv_heads, spec.head_dim)
         self._places = [cache.layout.place(layer) for layer in range(spec.num_layers)]
         self._heads = torch.arange(spec.num_kv_heads, device=kv.device)
-        self._scratch = torch.empty(0, dtype=kv.dtype, device=kv.device)
         self._plans: dict[tuple[int, int | None], _LayerPlan] = {}
         self._write_rows: list[torch.Tensor] = []
 
@@ -220,12 +247,8 @@ class ReferenceAttention:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key, value [T, Hkv, d] in the slots of the layer's group, converted to the cache's dtype."""
         group, place = self._places[layer]
-        rows = self._write_rows[group]
-        stride = len(self._heads) * self._layout.block_size
         head_dim = self._spec.head_dim
-        for half, new in enumerate((key, value)):
-            base = (2 * place + half) * stride
-            self._flat[base:].index_copy_(0, rows, new.reshape(-1, head_dim).to(self._kv.dtype))
+        self._rows.write(place, self._write_rows[group], key.reshape(-1, head_dim), value.reshape(-1, head_dim))
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, d] -> [T, Hq, d] of the same dtype; scores, softmax and sums in float32."""
@@ -239,18 +262,6 @@ class ReferenceAttention:
             self._attend_prompt(row, plan.window, place, query[tokens], out[tokens])
         return out
 
-    def _gather(self, index: torch.Tensor, place: int) -> torch.Tensor:
-        """Rows of the flat cache of the layer at `place` in its group -> float32 [len(index), d], in the scratch."""
-        head_dim = self._spec.head_dim
-        needed = index.numel() * head_dim
-        if self._scratch.numel() < needed:
-            # Grown to a power of two: fresh memory for every call costs several times the copy itself.
-            self._scratch = torch.empty(1 << (needed - 1).bit_length(), dtype=self._kv.dtype, device=self._kv.device)
-        out = self._scratch[:needed].view(-1, head_dim)
-        base = 2 * place * len(self._heads) * self._layout.block_size
-        torch.index_select(self._flat[base:], 0, index, out=out)
-        return out.float()
-
     def _scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         scores = torch.matmul(query, key.transpose(-1, -2)).mul_(self._spec.scale)
         cap = self._spec.attention_softcap
@@ -260,7 +271,7 @@ class ReferenceAttention:
         """query [b, Hq, d] -> float32 [b, Hq, d]."""
         b, heads, head_dim = query.shape
         kv_heads = len(self._heads)
-        key, value = self._gather(rows.index, place).view(2, b, kv_heads, rows.length, head_dim)
+        key, value = self._rows.gather(rows.index, place).view(2, b, kv_heads, rows.length, head_dim)
         scores = self._scores(query.float().view(b, kv_heads, heads // kv_heads, head_dim), key)
         weights = scores.masked_fill_(rows.hidden, float("-inf")).softmax(-1)
         return torch.matmul(weights, value).view(b, heads, head_dim)
@@ -271,7 +282,7 @@ class ReferenceAttention:
         """query [m, Hq, d] of one row -> out [m, Hq, d], a tile of queries at a time."""
         m, heads, head_dim = query.shape
         kv_heads = len(self._heads)
-        keys, values = self._gather(row.index, place).view(2, kv_heads, -1, head_dim)
+        keys, values = self._rows.gather(row.index, place).view(2, kv_heads, -1, head_dim)
         for first in range(0, m, QUERY_TILE):
             last = min(first + QUERY_TILE, m)
             position = torch.arange(row.start + first, row.start + last, device=query.device)[:, None]

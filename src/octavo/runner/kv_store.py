@@ -15,10 +15,12 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from octavo.core.kv_format import parse_kv_dtype
 from octavo.core.kv_layout import KVLayout
 from octavo.core.step import BlockTransfer, TransferKind
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.interface import AttentionBackend, KVCache
+from octavo.kernels.quantized_kv import quantized_shape
 from octavo.kernels.reference import independent_runs
 from octavo.models.spec import ModelSpec
 from octavo.runner.memory import advise_huge_pages, available_bytes
@@ -29,8 +31,8 @@ MIB = 1 << 20
 class KVStore:
     """Device blocks (`cache.kv`) and host blocks (`host`, None without a swap pool).
 
-    cache.kv: [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim], zeros. host: the same shape with
-    `num_host_blocks` in front, pinned when the device is a GPU.
+    cache.kv: [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim] (or bytes of quantised rows, see
+    `KVCache`), zeros. host: the same shape with `num_host_blocks` in front, pinned when the device is a GPU.
     """
 
     def __init__(self, cache: KVCache, host: torch.Tensor | None = None) -> None:
@@ -50,9 +52,14 @@ class KVStore:
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
     ) -> KVStore:
-        """Allocate both pools, or raise `ConfigError` with what is needed, what there is and what would fit."""
+        """Allocate both pools, or raise `ConfigError` with what is needed, what there is and what would fit.
+
+        dtype: of keys and values where `layout.kv_dtype` is "auto".
+        """
         device = torch.device(device)
-        shape = (layout.layers_per_group, 2, spec.num_kv_heads, layout.block_size, spec.head_dim)
+        shape: tuple[int, ...] = (layout.layers_per_group, 2, spec.num_kv_heads, layout.block_size, spec.head_dim)
+        if (kv_format := parse_kv_dtype(layout.kv_dtype)) is not None:
+            shape, dtype = quantized_shape(kv_format, layout, spec.num_kv_heads, spec.head_dim), torch.uint8
         per_block = torch.Size(shape).numel() * dtype.itemsize
         kv = _allocate("num_blocks", num_blocks, shape, per_block, dtype, device)
         host = None

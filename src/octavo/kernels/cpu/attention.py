@@ -14,28 +14,51 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.core.kv_format import KVFormat, parse_kv_dtype
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
+from octavo.kernels.quantized_kv import quantized_shape
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch, KVCache
     from octavo.models.spec import ModelSpec
 
+MOST_QUANTIZED_DIM = 512  # kMostQuantizedDim of csrc/kernels.h
+
 
 def mismatch(cache: KVCache, spec: ModelSpec) -> str:
     """Why the kernels cannot serve this cache and model; empty when they can."""
     kv = cache.kv
-    expected = (cache.layout.layers_per_group, 2, spec.num_kv_heads, cache.layout.block_size, spec.head_dim)
     if kv.device.type != "cpu":
         return f"the KV cache is on {kv.device}; the native kernels run on a CPU"
-    if dtype_code(kv.dtype) is None:
-        return f"KV dtype {kv.dtype} is not handled by the native kernels (float32, bfloat16, float16 are)"
-    if kv.dim() != 6 or tuple(kv.shape[1:]) != expected or not kv.is_contiguous():
+    kv_format = parse_kv_dtype(cache.layout.kv_dtype)
+    if kv_format is None:
+        expected: tuple[int, ...] = (cache.layout.layers_per_group, 2, spec.num_kv_heads)
+        expected += (cache.layout.block_size, spec.head_dim)
+        if dtype_code(kv.dtype) is None:
+            return f"KV dtype {kv.dtype} is not handled by the native kernels (float32, bfloat16, float16 are)"
+        if spec.head_dim % 8:
+            return f"head_dim={spec.head_dim} is not a multiple of 8, the kernels' vector width"
+    else:
+        expected = quantized_shape(kv_format, cache.layout, spec.num_kv_heads, spec.head_dim)
+        if reason := _quantized_mismatch(cache, kv_format, spec.head_dim):
+            return reason
+    if tuple(kv.shape[1:]) != expected or not kv.is_contiguous():
         return f"kv of shape {tuple(kv.shape)} is not a contiguous [num_blocks, {', '.join(map(str, expected))}]"
-    if spec.head_dim % 8:
-        return f"head_dim={spec.head_dim} is not a multiple of 8, the kernels' vector width"
     if spec.num_heads % spec.num_kv_heads:
         return f"num_heads={spec.num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}"
+    return ""
+
+
+def _quantized_mismatch(cache: KVCache, kv_format: KVFormat, head_dim: int) -> str:
+    asked = f"kv_cache_dtype={cache.layout.kv_dtype}"
+    if {kv_format.key.name, kv_format.value.name} - {"int8", "int4"}:
+        return f"{asked} is not handled by the native kernels (auto, int8 and int4 are)"
+    if cache.kv.dtype != torch.uint8:
+        return f"{asked} keeps bytes, and the pool is of {cache.kv.dtype}"
+    width = 32 if "int4" in (kv_format.key.name, kv_format.value.name) else 16
+    if head_dim % width or head_dim > MOST_QUANTIZED_DIM:
+        return f"{asked}: head_dim={head_dim} is not a multiple of {width} of at most {MOST_QUANTIZED_DIM}"
     return ""
 
 
@@ -60,9 +83,11 @@ class NativeAttention:
         self._key_shape = (spec.num_kv_heads, spec.head_dim)
         # layer -> (group, place in the block, index of its window)
         self._places = [(*layout.place(i), windows.index(spec.windows[i] or 0)) for i in range(spec.num_layers)]
+        kv_format = parse_kv_dtype(layout.kv_dtype)
+        bits = (0, 0) if kv_format is None else (kv_format.key.bits, kv_format.value.bits)
         self._native = native().Attention(
             kv.data_ptr(),
-            dtype_code(kv.dtype),
+            dtype_code(kv.dtype) or 0,
             kv.shape[0],
             layout.layers_per_group,
             spec.num_kv_heads,
@@ -72,6 +97,7 @@ class NativeAttention:
             spec.scale,
             spec.attention_softcap or 0.0,
             windows,
+            *bits,
         )
         self._tables: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
@@ -103,7 +129,7 @@ class NativeAttention:
                 raise BoundsError(f"{slots.numel()} slots for a step of {self._tokens} tokens")
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store key, value [T, Hkv, d] (any token stride) in the slots of the layer's group, in the cache's dtype."""
+        """Store key, value [T, Hkv, d] (any token stride) in the slots of the layer's group, in the cache's format."""
         group, place, _ = self._places[layer]
         key, value = self._tokenwise(key, self._key_shape, "key"), self._tokenwise(value, self._key_shape, "value")
         if value.dtype != key.dtype:
