@@ -145,7 +145,7 @@ class EventStream(Response):
         self._exchange = exchange
         self._form = form
         self._sending_since: float | None = None
-        self._lock = asyncio.Lock()
+        self._writers = 0  # of several prompts, each with its own; every write is a whole number of events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._write_all(send))
@@ -157,8 +157,8 @@ class EventStream(Response):
             if work.done():
                 status = work.result()
             elif stalled.done():
-                logger.info("a reader took nothing for %g s; its request ends", self._stall_seconds)
-                raise _StalledError(f"the reader took nothing for {self._stall_seconds:g} s")
+                # Returning with the answer unfinished makes uvicorn close the connection.
+                logger.warning("a reader took nothing for %g s; its request ends", self._stall_seconds)
         finally:
             for task in (work, gone, stalled):
                 task.cancel()
@@ -175,6 +175,7 @@ class EventStream(Response):
     async def _write_all(self, send: Send) -> int:
         """Returns the status for the log."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        send = self._exchange.http.scope.get("octavo.send", send)
         status, last = 200, b""
         try:
             await self._write(send, self._form.opening())
@@ -200,14 +201,11 @@ class EventStream(Response):
         return request.final
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with self._lock:
-            self._sending_since = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sending_since = None
-
-
-class _StalledError(Exception):
-    """Raised out of the app so that the connection is closed at once."""
+        self._writers += 1
+        self._sending_since = self._sending_since or time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writers -= 1
+        self._sending_since = time.monotonic() if self._writers else None
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -41,6 +41,7 @@ class Limits:
             await self._app(scope, receive, send)
             return
         scope["octavo.arrived"] = time.monotonic()
+        scope["octavo.send"] = send  # for streams: their chunks need not pass every layer above
         status = [0]
 
         async def noting(message: Message) -> None:
