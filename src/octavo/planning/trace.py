@@ -24,6 +24,7 @@ from pathlib import Path
 from octavo.errors import ConfigError
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+SYSTEM = "system"  # runs with names that begin so are common to many
 MOST_TOKENS = 10_000_000  # of one request; more is a mistake in the file
 
 Run = tuple[str, int]  # (name, number of tokens)
@@ -104,7 +105,12 @@ class Trace:
             given = self.requests[index]
             shift = copy * (span + pause) if given.after is None else 0.0
             after = None if given.after is None else given.after + copy * size
-            requests.append(replace(given, arrival=given.arrival + shift, after=after))
+            runs, answer = given.runs, given.output_name
+            if copy:  # the same people come again with other words; only what all have in common stays the same
+                runs = tuple((f"{n}, again {copy}" if not n.startswith(SYSTEM) else n, k) for n, k in runs)
+                answer = None if answer is None else f"{answer}, again {copy}"
+            arrival = given.arrival + shift
+            requests.append(replace(given, arrival=arrival, after=after, runs=runs, output_name=answer))
         return Trace(f"{self.name} x {count / size:.3g}", requests)
 
     def faster(self, factor: float) -> Trace:

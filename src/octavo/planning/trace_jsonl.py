@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.planning.trace import MOST_TOKENS, Run, TraceRequest
+from octavo.planning.trace import MOST_TOKENS, SYSTEM, Run, TraceRequest
 
 
 def jsonl_requests(path: Path, lines: Iterator[str]) -> list[TraceRequest]:
@@ -82,7 +82,7 @@ def _system(given: Any, where: str) -> Run:
     name = values.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'{where}: "system" needs a "name": systems of one name are the same text')
-    return f"system {name}", _count(values.get("tokens"), "tokens", where)
+    return f"{SYSTEM} {name}", _count(values.get("tokens"), "tokens", where)
 
 
 def _object(given: Any, keys: set[str], where: str, what: str) -> dict[str, Any]:

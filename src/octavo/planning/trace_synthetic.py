@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 
 from octavo.errors import ConfigError
-from octavo.planning.trace import MOST_TOKENS, Trace, TraceRequest
+from octavo.planning.trace import MOST_TOKENS, SYSTEM, Trace, TraceRequest
 
 BURST_VARIATION = 3.0  # standard deviation of the gaps over their mean; 1 is Poisson
 SIGMA = 1.0  # of the logarithm of lognormal lengths
@@ -54,7 +54,7 @@ def synthetic(
     for number, at in enumerate(times):
         prompt, output = draw(stream)
         shared = min(shared_prefix, prompt - 1)
-        runs = (("system", shared), (f"own {number}", prompt - shared)) if shared else ()
+        runs = ((SYSTEM, shared), (f"own {number}", prompt - shared)) if shared else ()
         requests.append(TraceRequest(at, prompt, output, runs))
     name = f"{lengths}, {arrivals}" + (f", first {shared_prefix} shared" if shared_prefix else "")
     return Trace(name, requests)
