@@ -129,7 +129,7 @@ def test_a_deadline_and_an_abort_leave_nothing(llama: LLM) -> None:
     done = {}
     while engine.has_unfinished():
         done |= {o.request_id: o for o in engine.step() if o.finished}
-    assert {n: (o.embedding, o.outputs[0].finish_reason) for n, o in done.items()} == {
+    assert {n: (done[n].embedding, done[n].outputs[0].finish_reason) for n in ("late", "gone")} == {
         "late": (None, "deadline"), "gone": (None, "abort"),
     }  # fmt: skip
     assert llama.pool_view().num_used == 0
