@@ -179,27 +179,27 @@ def record_trouble(name: str, path: Path | str) -> Trouble:
     trouble = TROUBLES.get(name)
     if trouble is None:
         raise ConfigError(f"no trouble is called {name!r}; prepared: {', '.join(TROUBLES)}")
-    engine, runner = _engine(trouble, str(path))
+    engine, runner = trouble_engine(trouble, str(path))
     waiting = sorted(trouble.load(), key=lambda ask: ask.at)
     number = 0
     while number < len(waiting) or engine.has_unfinished():
         while number < len(waiting) and (waiting[number].at <= runner.now or not engine.has_unfinished()):
             ask = waiting[number]
             runner.now = max(runner.now, ask.at)
-            engine.add_request(f"r{number}", ask.prompt, _params(ask), cache_salt=ask.salt)
+            engine.add_request(f"r{number}", ask.prompt, params_of(ask), cache_salt=ask.salt)
             number += 1
         engine.step()
     engine.close()
     return trouble
 
 
-def _params(ask: Ask) -> SamplingParams | BeamSearchParams:
+def params_of(ask: Ask) -> SamplingParams | BeamSearchParams:
     if ask.beams:
         return BeamSearchParams(beam_width=ask.beams, max_tokens=ask.tokens)
     return SamplingParams(temperature=0.0 if ask.n == 1 else 1.0, n=ask.n, max_tokens=ask.tokens, ignore_eos=True)
 
 
-def _engine(trouble: Trouble, path: str) -> tuple[Engine, _PacedRunner]:
+def trouble_engine(trouble: Trouble, path: str) -> tuple[Engine, _PacedRunner]:
     """The engine that `Engine.build` would make, but for the model."""
     given = {"num_blocks": 600, "max_model_len": MODEL_LEN, "max_num_seqs": 16, **trouble.settings}
     if "gpu_memory_utilization" in trouble.settings:

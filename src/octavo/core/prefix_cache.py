@@ -290,7 +290,7 @@ class PrefixCache:
             return Miss(other, 0, 0, f"the same tokens are cached under another {other}")
         if at >= len(keys) or start + size > limit:
             return Miss("partial block", at, start, f"fewer than {size} tokens left; only full blocks are kept")
-        if parent in self._children:
+        if at and parent in self._children:  # at the very beginning nothing was shared: it is simply new
             return Miss("different token", at, start, "cached prefixes go on with another token")
         return Miss("never seen", at, start)
 

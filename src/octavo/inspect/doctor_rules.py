@@ -251,14 +251,16 @@ def evicted_early(f: Facts) -> Finding | None:
     if f.lookups < 8 or share < EVICTED:
         return None
     hit = f.stats["prefix_hit_tokens"] / max(1, f.stats["prefix_queried_tokens"])
-    blocks = f.pool["num_blocks"] + max(1, f.stats["evictions"] // max(1, f.finished // 8))
+    # What was asked for the first time, all at once; more than four pools would be a guess.
+    distinct = round(f.lookups * (1 - share)) * f.blocks_of(round(f.totals["mean_length"]))
+    blocks = min(max(distinct, f.pool["num_blocks"] * 3 // 2), 4 * f.pool["num_blocks"])
     return Finding(
         "evicted-early",
         "warning",
         "cached prefixes are evicted before they are used again",
         f"{share:.0%} of {f.lookups} look-ups ended at a block that had been cached and given away; "
         f"{f.stats['evictions']} evictions, {hit:.0%} of the prompt tokens were hits",
-        f.more_blocks(min(blocks, 2 * f.pool["num_blocks"])),
+        f.more_blocks(blocks),
     )
 
 

@@ -220,9 +220,13 @@ def rotary_bytes(ask: Ask) -> int:
 
 
 def held(layout: KVLayout, position: int) -> int:
-    """Blocks that a sequence holds, over all groups, while the token at `position` is computed."""
+    """Blocks that a sequence holds, over all groups, while the token at `position` is computed.
+
+    What lies behind a window is given back when the next block is begun, not at every token.
+    """
     size = layout.block_size
-    return sum(position // size + 1 - g.first_needed(position) // size for g in layout.groups)
+    begun = position // size * size
+    return sum(position // size + 1 - g.first_needed(begun) // size for g in layout.groups)
 
 
 def block_row(ask: Ask, block_size: int) -> BlockRow:
@@ -264,7 +268,8 @@ def _means(layout: KVLayout, lengths: tuple[Length, ...]) -> tuple[float, float,
 def _filled(layout: KVLayout, position: int) -> int:
     """Slots of the held blocks with a computed position, over all groups."""
     size = layout.block_size
-    return sum(position + 1 - g.first_needed(position) // size * size for g in layout.groups)
+    begun = position // size * size
+    return sum(position + 1 - g.first_needed(begun) // size * size for g in layout.groups)
 
 
 def sequences_at_once(ask: Ask) -> int:

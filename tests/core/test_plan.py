@@ -1,0 +1,169 @@
+"""`octavo plan` without a model: its arithmetic is the scheduler's, its advice follows from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from helpers.scheduling import Rig, never_ends, prompt
+from octavo.errors import ConfigError
+from octavo.planning.plan import GIB, Ask, Plan, block_row, held, make_plan, memory_of, sequences_at_once
+from octavo.planning.plan_text import plan_as_json, plan_lines
+from octavo.planning.shapes import KNOWN, ModelShape
+
+LLAMA = KNOWN["llama-2-7b"]
+WINDOWED = ModelShape("w", 4, 64, 128, 4, 2, 16, 320, 512, windows=(32, 32, 32, None))
+MIXED = [(100, 100), (400, 60), (30, 300), (900, 40)]
+
+
+def ask(**given: Any) -> Ask:
+    values = {"shape": LLAMA, "weight_bytes": LLAMA.num_parameters * 2, "memory": 80 * GIB, "lengths": MIXED, **given}
+    return Ask(**values)
+
+
+def test_llama_in_80_gib() -> None:
+    """13.5 GB of weights, half a MiB a token, 2 GiB a sequence when 4,096 positions are reserved."""
+    plan = make_plan(ask())
+    assert plan.memory.weights == 6_738_149_376 * 2
+    assert plan.kv_bytes_per_token == 512 * 1024
+    assert plan.static_bytes_per_sequence == 2 * GIB
+    assert plan.static_fits == plan.memory.kv // (2 * GIB) == 29
+    assert [r.block_size for r in plan.rows] == [8, 16, 32, 64]
+    assert plan.memory.planned <= plan.memory.usable < plan.memory.planned + plan.row.bytes_per_block
+    assert plan.row.fits > 10 * plan.static_fits
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("windows", [(None,), (8, None), (24, 24, 24, None)])
+def test_held_is_what_the_scheduler_holds(block_size: int, windows: tuple[int | None, ...]) -> None:
+    rig = Rig(200, block_size=block_size, windows=windows, script=never_ends, max_num_batched_tokens=block_size)
+    request = rig.add(prompt(40), max_tokens=50)
+    while not request.finished:
+        plan = rig.plan()
+        position = request.sequences[0].num_computed - 1
+        # A chunk of the prompt keeps what its first position reads until the sequence begins another block.
+        if position >= 40 + block_size:
+            assert plan.num_tokens == 1
+            assert rig.pool.num_used == held(rig.layout, position)
+        rig.take(rig.device.submit(plan))
+
+
+def test_as_many_sequences_run_as_were_planned() -> None:
+    """The real scheduler over the planned pool: as many at once as the plan says, within a tenth."""
+    lengths = [(30 + i * 7 % 60, 40 + i * 11 % 80) for i in range(60)]
+    planned = ask(
+        shape=WINDOWED, weight_bytes=1 << 20, memory=6 << 20, lengths=lengths, dtype="float32", device="cpu",
+        max_num_seqs=512, max_num_batched_tokens=256, max_model_len=256,
+    )  # fmt: skip
+    plan = make_plan(planned)
+    row = plan.row
+    assert plan.memory.num_blocks == row.num_blocks > 20
+    rig = Rig(
+        row.num_blocks, block_size=16, windows=WINDOWED.windows, script=never_ends, max_model_len=256, max_num_seqs=512,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    for i in range(3 * row.fits):
+        length, output = lengths[i % len(lengths)]
+        rig.add(prompt(length, i), max_tokens=output)
+    counts = []
+    while len(rig.scheduler.waiting) or not counts:
+        rig.scheduler.update(rig.runner.execute(rig.scheduler.schedule()))
+        counts.append(rig.scheduler.counters.live)
+    steady = counts[len(counts) // 4 :]
+    assert sum(steady) / len(steady) == pytest.approx(row.fits, rel=0.15)
+
+
+def test_rows_trade_waste_for_tables() -> None:
+    rows = make_plan(ask()).rows
+    for small, large in pairwise(rows):
+        assert small.waste < large.waste and small.table_bytes > large.table_bytes and small.fits >= large.fits
+        assert large.bytes_per_block == 2 * small.bytes_per_block
+    # On average half a block of a growing sequence is empty.
+    mean = sum(o * (p + o / 2) for p, o in MIXED) / sum(o for _, o in MIXED)
+    assert rows[1].waste == pytest.approx(8 / (mean + 8), rel=0.2)
+
+
+def test_memory_adds_up() -> None:
+    for device in ("cuda", "cpu"):
+        memory = memory_of(ask(device=device, max_num_seqs=256))
+        assert memory.planned == memory.weights + memory.activations + memory.runtime + memory.kv <= memory.usable
+        assert memory.usable == int(0.9 * 80 * GIB)
+
+
+def test_the_recommendation_runs_more_than_what_was_asked() -> None:
+    asked = ask(memory=24 * GIB, max_num_seqs=8, block_size=64)
+    plan = make_plan(asked)
+    r = plan.recommended
+    better = replace(
+        asked, block_size=int(r["block_size"]), max_num_seqs=int(r["max_num_seqs"]),
+        utilization=r["gpu_memory_utilization"], max_model_len=int(r["max_model_len"]),
+    )  # fmt: skip
+    assert sequences_at_once(better) > plan.now == 8
+    assert r["max_model_len"] == 1024 and 0.8 < r["gpu_memory_utilization"] <= 0.9
+    assert int(r["max_num_seqs"]) <= block_row(better, better.block_size).fits
+
+
+def best(plan: Plan) -> tuple[str, object]:
+    assert plan.best is not None and plan.best.sequences > plan.now
+    return plan.best.setting, plan.best.new
+
+
+def test_the_change_that_buys_most() -> None:
+    small = ask(memory=24 * GIB, max_num_seqs=4, max_num_batched_tokens=512)
+    assert best(make_plan(small))[0] == "max_num_seqs"
+    wide = replace(small, max_num_seqs=512)
+    assert best(make_plan(wide)) == ("memory", "30.00 GiB")
+    assert best(make_plan(replace(wide, utilization=0.7))) == ("gpu_memory_utilization", 0.9)
+    single = replace(wide, memory=40 * GIB, dtype="float32", weight_bytes=2 * wide.weight_bytes)
+    assert best(make_plan(single)) == ("dtype", "bfloat16")
+    short = replace(wide, block_size=256, lengths=[(10, 10)])
+    assert best(make_plan(short)) == ("block_size", 16)
+    whole = ask(
+        shape=WINDOWED, weight_bytes=1 << 20, memory=600 << 20, lengths=[(400, 100)], hybrid_kv=False, device="cpu",
+        max_num_seqs=4096, max_num_batched_tokens=512,
+    )  # fmt: skip
+    assert best(make_plan(whole)) == ("hybrid_kv", True)
+
+
+def test_too_little_memory_says_how_much() -> None:
+    with pytest.raises(ConfigError, match=r"12\.55 GiB of weights.* at least 14\.\d+ GiB are needed"):
+        make_plan(ask(memory=12 * GIB))
+    # What it says is enough is enough.
+    make_plan(ask(memory=int(15.0 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"utilization": 1.5}, "utilization 1.5: must lie in"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"lengths": []}, "lengths"),
+        ({"lengths": [(0, 5)]}, "lengths"),
+        ({"max_model_len": 8000}, "the model has 4096 positions"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+    ],
+)
+def test_refusals(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ask(**given)
+
+
+def test_prompts_longer_than_the_limit() -> None:
+    assert make_plan(ask(max_model_len=450)).cut_requests == 2
+    with pytest.raises(ConfigError, match="every prompt of the load is longer"):
+        make_plan(ask(max_model_len=20))
+
+
+def test_text_and_json_say_the_same() -> None:
+    plan = make_plan(ask())
+    facts = json.loads(json.dumps(plan_as_json(plan, "llama-2-7b")))
+    text = "\n".join(plan_lines(plan, "llama-2-7b", "a load"))
+    assert facts["static"]["fits"] == plan.static_fits and f"static            {plan.static_fits:>6}" in text
+    assert facts["sequences_at_once"] == plan.now and f"{plan.now} sequences run at once" in text
+    assert all(f"  {k}={v}" in text for k, v in facts["recommended"].items())
+    assert facts["best_change"]["setting"] in text
+    assert sum(facts["memory"][k] for k in ("weights", "activations", "runtime", "kv")) == facts["memory"]["planned"]
