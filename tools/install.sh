@@ -36,3 +36,16 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$extras $sum" ]; then
   pip install --upgrade-strategy only-if-needed -e ".[$extras]"
   echo "$extras $sum" > "$stamp"
 fi
+
+# The tests of the block map need a browser: Debian's Chromium, where it can be had; they say so loudly where it cannot.
+case " $extras " in *dev*)
+  if [ -z "${OCTAVO_CHROMIUM:-}" ] && ! command -v chromium >/dev/null 2>&1 && ! command -v google-chrome >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+      echo "installing chromium for the tests of the block map …"
+      { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } >/dev/null ||
+        echo "NO CHROMIUM: apt-get could not install it; the browser tests will be skipped" >&2
+    else
+      echo "NO CHROMIUM: the browser tests will be skipped; install it or set OCTAVO_CHROMIUM=/path/to/it" >&2
+    fi
+  fi ;;
+esac
