@@ -13,6 +13,16 @@ from typing import Any
 import pytest
 
 from helpers.chromium import chromium, chromium_path
+from helpers.http_server import Served
+from helpers.serving import printable, scripted_engine
+from octavo.core.block_view import block_view
+from octavo.inspect.block_map import BlockMap
+from octavo.inspect.demo_run import demo_text, record_demo
+from octavo.inspect.recorded_run import recorded_run
+from octavo.sampling_params import SamplingParams
+from octavo.server.page import page_with_run
+from octavo.server.settings import ServerSettings
+from octavo.text.prompts import Prompt
 
 MISSING = [
     what
@@ -27,17 +37,6 @@ if MISSING:
     if os.environ.get("OCTAVO_NEED_BROWSER"):
         raise RuntimeError(message)
     pytest.skip(message, allow_module_level=True)
-
-from helpers.http_server import Served
-from helpers.serving import printable, scripted_engine
-from octavo.core.block_view import block_view
-from octavo.inspect.block_map import BlockMap
-from octavo.inspect.demo_run import demo_text, record_demo
-from octavo.inspect.recorded_run import recorded_run
-from octavo.sampling_params import SamplingParams
-from octavo.server.page import page_with_run
-from octavo.server.settings import ServerSettings
-from octavo.text.prompts import Prompt
 
 KEY = "a-key-for-this-test"
 
