@@ -75,7 +75,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError):
         found = FIELD.match(str(error))
-        return ApiError(400, str(error), param=found[1] if found else None, code=_code(error))
+        param = found[1] if found else None
+        if param in ("json", "regex", "choice", "grammar"):
+            param = f"structured_outputs.{param}"
+        return ApiError(400, str(error), param=param, code=_code(error))
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)

@@ -35,6 +35,7 @@ class CallScanner:
         self._key: str | None = None
         self._value_at: int | None = None  # where in `raw` the current value of the outer object begins
         self._expect_key = True
+        self._colon = False
         self._arguments: str | None = None  # complete
         self._streaming = False
         self._given = 0  # characters of the arguments' text given out
@@ -92,7 +93,10 @@ class CallScanner:
             self._end_value(1)
         elif self._depth == 0 and character not in _SPACE:
             self.broken = True
-        elif self._depth == 1 and character not in _SPACE and character != ":":
+        elif self._depth == 1 and character == ":":
+            self.broken = self.broken or self._colon or self._expect_key
+            self._colon = True
+        elif self._depth == 1 and character not in _SPACE:
             self._begin_value()
 
     def _string(self, character: str) -> None:
@@ -104,12 +108,12 @@ class CallScanner:
             self._in_string = False
             if self._depth == 1 and self._expect_key and self._value_at is not None:
                 self._key = self._text(self.raw[self._value_at :])
-                self._value_at, self._expect_key = None, False
+                self._value_at, self._expect_key, self._colon = None, False, False
 
     def _begin_value(self, streams: bool = False) -> None:
         if self._value_at is None:
             self._value_at = len(self.raw) - 1
-            self.broken = self.broken or (self._expect_key and self.raw[-1] != '"')
+            self.broken = self.broken or (self.raw[-1] != '"' if self._expect_key else not self._colon)
             # The name must be known before anything of the call is given out.
             self._streaming = streams and self._key in ARGUMENTS
 

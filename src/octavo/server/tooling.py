@@ -7,9 +7,12 @@ text is the message.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from octavo.async_engine import AsyncEngine
+from octavo.errors import SamplingError
 from octavo.server.errors import ApiError
 from octavo.server.protocol.chat import ChatBody
 from octavo.server.tools import plan
@@ -63,6 +66,18 @@ def plan_for(body: ChatBody, engine: AsyncEngine, template: str | None) -> ToolP
                 raise ApiError(400, f"{name} has no effect without tools", param=name, code="contradiction")
         return None
     return plan(body, engine, template)
+
+
+@contextmanager
+def blaming(body: ChatBody, plan: ToolPlan | None) -> Iterator[None]:
+    """A grammar that is refused is refused under the name of the field that asked for it."""
+    field = "tools" if plan is not None and plan.structured_outputs is not None else "response_format"
+    try:
+        yield
+    except SamplingError as error:
+        if body.structured_outputs is not None or not str(error).startswith(("json: ", "grammar: ")):
+            raise
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_parameter") from error
 
 
 def structure_of(form: dict[str, Any] | None, param: str) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from octavo.server.protocol.chat import ChatBody
 from octavo.server.sampling import Settled, check_model, settle
 from octavo.server.security import KeyedCaller
 from octavo.server.state import ReadyEngine, State
-from octavo.server.tooling import ToolPlan, ToolReader, plan_for, structure_of
+from octavo.server.tooling import ToolPlan, ToolReader, blaming, plan_for, structure_of
 from octavo.server.tools import adapt_history
 from octavo.server.wire import DONE, dumps, event
 from octavo.text.prompts import Prompt
@@ -50,9 +50,10 @@ async def chat_completions(
     settled.cut_to_context(engine, len(prompt.token_ids or ()))
     exchange = Exchange(http, engine, caller, "/v1/chat/completions")
     stream = bool(body.stream)
-    await exchange.submit(
-        [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
-    )
+    with blaming(body, plan):
+        await exchange.submit(
+            [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+        )
     answer = ChatAnswer(body, settled, TokenSpeller(engine.engine.tokenizer), check_model(body.model, state), plan)
     if stream:
         return exchange.stream(answer)
