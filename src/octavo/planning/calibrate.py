@@ -91,7 +91,9 @@ def calibrate(path: str | Path) -> CostModel:
     """The cost model of the engine that made the recording. Raises `ConfigError`."""
     measured, about = read_steps(path)
     model = fit(measured)
-    source = f"calibrated on {len(measured)} steps of {about.get('model', 'an unknown model')} ({Path(path).name})"
+    name = about.get("model", "an unknown model")
+    name = name.get("name", "an unknown model") if isinstance(name, dict) else name
+    source = f"calibrated on {len(measured)} steps of {name} ({Path(path).name})"
     return replace(model, source=source, facts={**model.facts, **about})
 
 
