@@ -33,7 +33,7 @@ MISSING = [
     if not there
 ]
 if MISSING:
-    message = f"BROWSER TESTS SKIPPED, the block map is untested: no {' and no '.join(MISSING)}"
+    message = f"BROWSER TESTS SKIPPED, the block map is untested; missing: {', '.join(MISSING)}"
     if os.environ.get("OCTAVO_NEED_BROWSER"):
         raise RuntimeError(message)
     pytest.skip(message, allow_module_level=True)

@@ -65,6 +65,10 @@ def add_parser(subparsers: Any) -> None:
     output.add_argument(
         "--explain-cache", action="store_true", help="how much of each prompt was cached, and why not more"
     )
+    output.add_argument(
+        "--view", metavar="OUT", help="write the block map of the run as one HTML file (see octavo view)"
+    )
+    output.add_argument("--show-tokens", action="store_true", help="with --view: the text of the tokens in it")
     beams = parser.add_argument_group("beam search")
     beams.add_argument("--beam-width", type=int, metavar="W", help="beam search instead of sampling")
     beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours longer texts (1.0)")
@@ -91,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
             "leave --stream out, or stream one prompt with --json"
         )
     from octavo.cli.loading import load
+    from octavo.cli.view import RunPage
 
-    with load(args) as llm:
+    with RunPage(args) as page, load(args) as llm:
+        page.read_with(llm)
         return answer(llm, args, prompts, params)
 
 

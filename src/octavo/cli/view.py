@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.inspect.block_details import TextOf
+    from octavo.llm import LLM
 
 EPILOG = """\
 examples:
@@ -77,6 +78,41 @@ def write_page(path: str, page: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a writable file") from error
     notice(f"{path}: {len(page.encode()) / 1024:.0f} KiB, opens in any browser")
+
+
+class RunPage:
+    """`--view OUT` of a command that runs the engine: records the run, and writes its page when the engine has closed.
+
+    Without --view it does nothing.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.show_tokens and args.view is None:
+            raise ConfigError("--show-tokens: no effect without --view; leave it out, or name a file with --view")
+        self._args = args
+        self._text_of: TextOf | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RunPage:
+        if self._args.view is not None and self._args.record is None:
+            self._folder = tempfile.TemporaryDirectory()
+            self._args.record = str(Path(self._folder.name, "run.jsonl"))
+        return self
+
+    def read_with(self, llm: LLM) -> None:
+        """The engine that runs, whose tokenizer reads the tokens."""
+        if self._args.show_tokens:
+            from octavo.inspect.block_details import text_of_tokens
+
+            self._text_of = text_of_tokens(llm.get_tokenizer())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._args.view is not None and kind is None:
+                write_page(self._args.view, recording_page(self._args.record, self._text_of))
+        finally:
+            if self._folder is not None:
+                self._folder.cleanup()
 
 
 def _demo_page(args: argparse.Namespace) -> str:
