@@ -39,10 +39,20 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Assembles batches of at most `max_tokens` tokens over the tables of `rows`."""
+    """Assembles batches of at most `max_tokens` tokens over the tables of `rows`.
+
+    layout: of one model; its groups are those of the rows from `first_group` on.
+    """
 
     def __init__(
-        self, layout: KVLayout, rows: RowStore, *, max_tokens: int, vocab_size: int, device: torch.device
+        self,
+        layout: KVLayout,
+        rows: RowStore,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        device: torch.device,
+        first_group: int = 0,
     ) -> None:
         self._layout = layout
         self._rows = rows
@@ -53,7 +63,8 @@ class BatchBuilder:
         self._positions = np.zeros(max_tokens, dtype=np.int64)
         self._slots = [np.zeros(max_tokens, dtype=np.int64) for _ in layout.groups]
         self._arange = np.arange(max_tokens, dtype=np.int64)
-        self._tables = [np.empty_like(table) for table in rows.tables]
+        self._groups = slice(first_group, first_group + layout.num_groups)
+        self._tables = [np.empty_like(table) for table in rows.tables[self._groups]]
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
         """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own."""
@@ -137,7 +148,7 @@ class BatchBuilder:
     def _fill_slots(self, order: list[ScheduledSequence], index: Ints, batch_row: Ints, total: int) -> None:
         size = self._layout.block_size
         logical, offset = np.divmod(self._positions[:total], size)
-        for group, table in enumerate(self._rows.tables):
+        for group, table in enumerate(self._rows.tables[self._groups]):
             blocks = table[index, logical]
             # A write to a block nobody holds would corrupt a neighbour, so this is checked whatever the backend.
             if int(blocks.min()) < 0:
@@ -153,12 +164,12 @@ class BatchBuilder:
         """Tables of the rows `index` (ascending, all different)."""
         count = len(index)
         if index[-1] == count - 1:
-            return [table[:count] for table in self._rows.tables]
+            return [table[:count] for table in self._rows.tables[self._groups]]
         if len(self._tables[0]) < count:
-            self._tables = [np.empty_like(table) for table in self._rows.tables]
+            self._tables = [np.empty_like(table) for table in self._rows.tables[self._groups]]
         return [
             np.take(table, index, axis=0, out=scratch[:count], mode="clip")
-            for table, scratch in zip(self._rows.tables, self._tables, strict=True)
+            for table, scratch in zip(self._rows.tables[self._groups], self._tables, strict=True)
         ]
 
     def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:

@@ -9,7 +9,10 @@ with it. A broken plan is an `InternalError` and leaves the runner unusable for 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +21,13 @@ import torch
 from octavo.core.step import Drawn, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.runner.batch import BatchBuilder, StepBatch
+from octavo.runner.draft import Draft, DraftModel
 from octavo.runner.filters import Scratch
 from octavo.runner.kv_store import KVStore
 from octavo.runner.logprobs import token_logprobs
 from octavo.runner.rows import RowStore, SequenceRow
 from octavo.runner.sampler import Draw, Sampler
+from octavo.runner.verify import Pick, draw_picks
 
 LOGITS_BYTES = 64 << 20  # most float32 logits alive at once
 
@@ -40,7 +45,7 @@ class DecoderLike(Protocol):
 
 
 class Profile(Protocol):
-    """Receives the sections of a step: prepare, model, head, sample."""
+    """Receives the sections of a step: prepare, draft, model, head, sample."""
 
     def section(self, name: str) -> AbstractContextManager[object]:
         """A context that is entered while the named section runs."""
@@ -61,7 +66,8 @@ class ModelRunner:
 
     cache: a `KVStore`, or a bare `KVCache` when nothing is ever swapped. max_num_batched_tokens bounds a step,
     max_model_len the block tables; max_num_seqs is the expected number of live sequences (rows grow beyond it when
-    preempted sequences keep theirs). vocab_size: columns of the logits and the limit of token ids.
+    preempted sequences keep theirs). vocab_size: columns of the logits and the limit of token ids. draft: a model that
+    guesses ahead; its groups follow the decoder's in the plan's tables.
     """
 
     def __init__(
@@ -75,13 +81,15 @@ class ModelRunner:
         max_num_batched_tokens: int,
         vocab_size: int,
         profile: Profile | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.store = cache if isinstance(cache, KVStore) else KVStore(cache)
         self.profile: Profile = profile or _NoProfile()
         self._decoder = decoder
         self._backend = backend
         layout = self.store.cache.layout
-        self._rows = RowStore(layout.num_groups, layout.blocks_for(max_model_len), max_num_seqs, vocab_size)
+        num_groups = layout.num_groups + (0 if draft is None else draft.cache.layout.num_groups)
+        self._rows = RowStore(num_groups, layout.blocks_for(max_model_len), max_num_seqs, vocab_size)
         self._batches = BatchBuilder(
             layout,
             self._rows,
@@ -90,6 +98,16 @@ class ModelRunner:
             device=self.store.cache.kv.device,
         )
         self._sampler = Sampler(vocab_size)
+        self._draft = None
+        if draft is not None:
+            self._draft = DraftModel(
+                draft,
+                self._rows,
+                layout.num_groups,
+                self._sampler,
+                max_tokens=max_num_batched_tokens,
+                vocab_size=vocab_size,
+            )
         self._scratch = Scratch(vocab_size)
         self._head_rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         self._vocab_size = vocab_size
@@ -107,18 +125,16 @@ class ModelRunner:
         """One step. See `StepPlan` for the order and `StepResult` for what comes back."""
         section = self.profile.section
         with section("prepare"):
-            for seq_id in plan.ends:
-                self._rows.close(seq_id)
-            for start in plan.starts:
-                self._rows.open(start)
-            self.store.transfer(plan.transfers, self._backend)
-            for scheduled in plan.scheduled:
-                if scheduled.tables:
-                    self._rows.update(self._rows.get(scheduled.seq_id), scheduled.tables)
+            self._obey(plan)
             if not plan.scheduled:
                 return StepResult(plan.step_id)
-            batch = self._batches.build(plan.scheduled)
-            self._backend.plan(batch.attention)
+            if self._draft is None:
+                batch = self._batch(plan.scheduled)
+        if self._draft is not None:
+            with section("draft"):
+                scheduled = self._draft.follow(plan.scheduled)
+            with section("prepare"):
+                batch = self._batch(scheduled)
         with section("model"):
             hidden = self._decoder.forward(batch.token_ids, batch.positions, self._backend)
         # Prompt logprobs first: a NaN found there is an error of the draw.
@@ -127,6 +143,22 @@ class ModelRunner:
             if row.pool is not None:
                 row.pool.add(hidden[batch.starts[b] : batch.starts[b + 1]])
         return StepResult(plan.step_id, self._draw(batch, hidden), prompt_logprobs)
+
+    def _obey(self, plan: StepPlan) -> None:
+        """Everything of the plan that comes before computing."""
+        for seq_id in plan.ends:
+            self._rows.close(seq_id)
+        for start in plan.starts:
+            self._rows.open(start)
+        self.store.transfer(plan.transfers, self._backend)
+        for scheduled in plan.scheduled:
+            if scheduled.tables:
+                self._rows.update(self._rows.get(scheduled.seq_id), scheduled.tables)
+
+    def _batch(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+        batch = self._batches.build(scheduled)
+        self._backend.plan(batch.attention)
+        return batch
 
     def _logits(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """float32 [len(tokens), V] of the given tokens of the batch."""
@@ -140,48 +172,54 @@ class ModelRunner:
     def _draw(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, Drawn]:
         """Draw (or pool) for every sequence in any `sample_ids`; siblings share one row of logits."""
         drawn: dict[int, Drawn] = {}
-        sampling: list[int] = []
+        sampling: deque[int] = deque()
         for b, (s, row) in enumerate(zip(batch.scheduled, batch.rows, strict=True)):
             if s.sample_ids and row.pool is not None:
-                drawn[row.seq_id] = self._settle(row, row.pool.result())
+                result = row.pool.result() if row.error is None else Drawn((), error=row.error)
+                row.error = result.error
+                drawn[row.seq_id] = result
             elif s.sample_ids:
                 sampling.append(b)
-        for first in range(0, len(sampling), self._head_rows):
-            part = sampling[first : first + self._head_rows]
-            rows: list[SequenceRow] = []
-            draws: list[Draw] = []
-            for logit_row, b in enumerate(part):
-                s = batch.scheduled[b]
+        while sampling:
+            picks: list[Pick] = []
+            tokens: list[int] = []  # of the batch: the rows of logits
+            while sampling and (
+                not tokens or len(tokens) + batch.scheduled[sampling[0]].num_proposed < self._head_rows
+            ):
+                b = sampling.popleft()
+                s, end = batch.scheduled[b], batch.starts[b + 1]
+                known = s.num_tokens - s.num_proposed
                 for seq_id in s.sample_ids:
                     row = self._rows.get(seq_id)
                     row.error = row.error or batch.rows[b].error
-                    rows.append(row)
-                    draws.append(Draw(logit_row, row.state, s.start + s.num_tokens))
-            results = self._results(hidden, [batch.starts[b + 1] - 1 for b in part], draws)
-            for row, result in zip(rows, results, strict=True):
-                drawn[row.seq_id] = self._settle(row, result)
+                    picks.append(Pick(row, len(tokens), s.start + known, s.token_ids[known:]))
+                tokens += range(end - 1 - s.num_proposed, end)
+            results = draw_picks(self._answerer(hidden, tokens), picks)
+            drawn.update((pick.row.seq_id, result) for pick, result in zip(picks, results, strict=True))
         return drawn
 
-    def _results(self, hidden: torch.Tensor, tokens: list[int], draws: list[Draw]) -> list[Drawn]:
-        """Answers of `draws`, whose logit rows are the given tokens of the batch. All greedy: no logits are made."""
-        if self._best is not None and all(draw.state.plain_greedy for draw in draws):
-            with self.profile.section("head"):
-                found = self._best(self._chosen(hidden, tokens))
-            if found is not None:
-                return self._sampler.greedy(found[0], found[1], draws)
-        logits = self._logits(hidden, tokens)
-        with self.profile.section("sample"):
-            return self._sampler.sample(logits, draws)
+    def _answerer(self, hidden: torch.Tensor, tokens: list[int]) -> Callable[[list[Draw]], list[Drawn]]:
+        """Answers draws whose logit rows are the given tokens of the batch. All greedy: no logits are made."""
+        logits: torch.Tensor | None = None
 
-    def _settle(self, row: SequenceRow, result: Drawn) -> Drawn:
-        """Remember what a sequence drew, or that it cannot go on."""
-        row.error = row.error or result.error
-        if row.error is not None:
-            row.last_token = None
-            return Drawn((), error=row.error)
-        for token in result.token_ids:
-            row.push(token)
-        return result
+        def answer(draws: list[Draw]) -> list[Drawn]:
+            nonlocal logits
+            if logits is not None:  # not the first time: few of the rows are still wanted
+                wanted = sorted({draw.logit_row for draw in draws})
+                place = {row: i for i, row in enumerate(wanted)}
+                draws = [replace(draw, logit_row=place[draw.logit_row]) for draw in draws]
+                with self.profile.section("sample"):
+                    return self._sampler.sample(logits[wanted], draws)
+            if self._best is not None and all(draw.state.plain_greedy for draw in draws):
+                with self.profile.section("head"):
+                    found = self._best(self._chosen(hidden, tokens))
+                if found is not None:
+                    return self._sampler.greedy(found[0], found[1], draws)
+            logits = self._logits(hidden, tokens)
+            with self.profile.section("sample"):
+                return self._sampler.sample(logits, draws)
+
+        return answer
 
     def _prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         return {

@@ -10,6 +10,7 @@ It does not know the batch, the block tables, or where noise comes from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,6 +148,12 @@ class SamplingState:
             and self.error is None
             and not self.adjusts
         )
+
+    def unadjusted(self) -> SamplingState:
+        """The same draw without all that depends on the text so far: what a draft model guesses with."""
+        plain = copy(self)
+        plain._always_adjusts, plain._min_tokens, plain.logprobs, plain.error = False, 0, None, None
+        return plain
 
     def push(self, token: int) -> None:
         """The sequence drew `token`."""
