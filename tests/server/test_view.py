@@ -175,3 +175,27 @@ def test_nothing_of_the_server_is_needed(recording: Path, tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_of_a_model_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers.tiny_models import write_tiny
+
+    write_tiny("llama", tmp_path / "model")
+    out = tmp_path / "run.html"
+    command = [
+        "generate",
+        "Once upon a time there was",
+        "--n",
+        "3",
+        "--max-tokens",
+        "12",
+        "--seed",
+        "1",
+        "--ignore-eos",
+    ]
+    engine = ["--model", str(tmp_path / "model"), "--dtype", "float32", "--num-blocks", "40", "--block-size", "8"]
+    assert main([*command, *engine, "--view", str(out), "--show-tokens"]) == 0
+    run = carried(out.read_text())
+    assert run["title"] == "model" and run["frames"][0]["pool"]["num_blocks"] == 40
+    assert any(event[2] == "fork" for frame in run["frames"] for event in frame["events"])
+    assert "".join(run["tokens"]["0"]).lstrip("<s>").startswith("Once upon a time")
