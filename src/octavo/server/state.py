@@ -31,7 +31,9 @@ class ServerState:
         self.progress: tuple[str, int, int] | None = None  # stage, done, total of loading
         self.load_error: str | None = None
         self.draining = False
-        self.shed: dict[str, int] = {}  # why requests were turned away -> how many
+        self.shed = dict.fromkeys(
+            ("queue", "deadline", "loading", "draining", "failed"), 0
+        )  # why requests were turned away -> how many
         self.http_requests: dict[tuple[str, int], int] = {}  # (route, status) -> how many
         self.on_death: Callable[[BaseException], None] = lambda error: None
 
@@ -76,7 +78,7 @@ class ServerState:
             logger.info("shutting down: no new requests, %d still run", self.engine.num_live if self.engine else 0)
 
     def turned_away(self, why: str) -> None:
-        self.shed[why] = self.shed.get(why, 0) + 1
+        self.shed[why] = self.shed[why] + 1
 
 
 def state_of(request: Request) -> ServerState:
