@@ -56,7 +56,7 @@ def test_as_many_sequences_run_as_were_planned() -> None:
     """The real scheduler over the planned pool: as many at once as the plan says, within a tenth."""
     lengths = [(30 + i * 7 % 60, 40 + i * 11 % 80) for i in range(60)]
     planned = ask(
-        shape=WINDOWED, weight_bytes=1 << 20, memory=6 << 20, lengths=lengths, dtype="float32", device="cpu",
+        shape=WINDOWED, weight_bytes=1 << 20, memory=33 << 20, lengths=lengths, dtype="float32", device="cpu",
         max_num_seqs=512, max_num_batched_tokens=256, max_model_len=256,
     )  # fmt: skip
     plan = make_plan(planned)

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import floor
 
+from octavo.core.kv_format import check_kv_dtype
 from octavo.core.kv_layout import KVLayout, largest
 from octavo.errors import ConfigError
 from octavo.planning.shapes import ModelShape, dtype_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 LOGITS_BYTES = 64 * MIB  # the runner computes at most so many bytes of float32 logits at once
-RUNTIME_BYTES = {"cuda": 600 * MIB, "cpu": 0}  # CUDA's context and libraries
+# CUDA's context and libraries; on a CPU the pages of libraries that a first step touches, and the allocator's slack.
+RUNTIME_BYTES = {"cuda": 600 * MIB, "cpu": 24 * MIB}
 BLOCK_SIZES = (8, 16, 32, 64)
 MOST_LENGTHS = 1024  # of a long trace, evenly chosen
 POINTS = 24  # of a sequence's life, at which what it holds is counted
@@ -43,6 +45,7 @@ class Ask:
     lengths: Sequence[Length]
     device: str = "cuda"
     dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
     utilization: float = 0.9
     block_size: int = 16
     max_model_len: int | None = None
@@ -52,6 +55,7 @@ class Ask:
 
     def __post_init__(self) -> None:
         dtype_bytes(self.dtype)
+        check_kv_dtype(self.kv_cache_dtype, self.device, self.shape.head_dim)
         if not 0.0 < self.utilization <= 1.0:
             raise ConfigError(f"utilization {self.utilization}: must lie in (0, 1]")
         if self.device not in RUNTIME_BYTES:
@@ -61,6 +65,11 @@ class Ask:
         limit = self.shape.max_position_embeddings
         if self.max_model_len is not None and not 1 <= self.max_model_len <= limit:
             raise ConfigError(f"max_model_len={self.max_model_len}: the model has {limit} positions")
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of keys and values: the model's, or a quantised format."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def length_limit(self) -> int:
@@ -170,7 +179,7 @@ def make_plan(ask: Ask) -> Plan:
     return Plan(
         ask=ask,
         memory=memory,
-        kv_bytes_per_token=ask.shape.kv_bytes_per_token(ask.dtype),
+        kv_bytes_per_token=ask.shape.kv_bytes_per_token(ask.kv_dtype),
         static_bytes_per_sequence=static,
         static_fits=memory.kv // static,
         rows=rows,
@@ -208,8 +217,9 @@ def activation_bytes(shape: ModelShape, dtype: str, *, device: str, tokens: int,
     mlp = 3 * shape.intermediate_size  # gate and up, their product
     layer = tokens * width * (3 * shape.hidden_size + max(attention, mlp))
     rows = min(sequences, max(1, LOGITS_BYTES // (4 * shape.vocab_size)))
-    logits = 2 * rows * shape.vocab_size * 4 + tokens * shape.hidden_size * width
-    return layer + logits if device == "cpu" else max(layer, logits)
+    logits, hidden = rows * shape.vocab_size * 4, tokens * shape.hidden_size * width
+    # A GPU's sampler sorts into a second copy; on a CPU it works in place.
+    return layer + hidden + logits if device == "cpu" else max(layer, hidden + 2 * logits)
 
 
 def rotary_bytes(ask: Ask) -> int:
@@ -340,7 +350,7 @@ def _changes(ask: Ask, now: int) -> list[Change]:
 
 
 def _layout(ask: Ask) -> KVLayout:
-    return ask.shape.layout(ask.block_size, ask.dtype, hybrid=ask.hybrid_kv)
+    return ask.shape.layout(ask.block_size, ask.kv_dtype, hybrid=ask.hybrid_kv)
 
 
 def _gib(count: float) -> str:
