@@ -252,7 +252,7 @@ class SamplingParams:
         }
         for name, (present, reason) in given.items():
             if present:
-                raise SamplingError(f"{name} together with structured_outputs: {reason}")
+                raise SamplingError(f"{name}: does not go together with structured_outputs: {reason}")
 
     @property
     def num_sequences(self) -> int:

@@ -57,7 +57,7 @@ def test_a_mapping_is_taken_and_unknown_fields_are_named() -> None:
     "other", [{"min_tokens": 2}, {"ignore_eos": True}, {"allowed_token_ids": [1]}, {"bad_words": ["x"]}], ids=str
 )
 def test_what_could_leave_no_way_out_is_refused_with_a_reason(other: dict[str, Any]) -> None:
-    with pytest.raises(SamplingError, match=f"{next(iter(other))} together with structured_outputs: "):
+    with pytest.raises(SamplingError, match=f"{next(iter(other))}: does not go together with structured_outputs: "):
         SamplingParams(structured_outputs={"regex": "a"}, **other)
     SamplingParams(structured_outputs={"regex": "a"}, logit_bias={1: -100.0}, stop=["b"], top_k=3)
 
