@@ -69,7 +69,8 @@ def test_gauges_are_those_of_now(served: Served) -> None:
     served.ask(lambda engine: setattr(engine.runner, "seconds", 0.02))
     body = {"prompt": "x", "max_tokens": 400, "stream": True, "n": 2}
     with httpx.stream("POST", served.url + "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # (dropping it would close the connection)
+        next(lines)
         during = scrape(served)
         assert value(during, "num_requests_running") == 1
         assert 0 < value(during, "gpu_cache_usage_perc") <= 1

@@ -31,7 +31,8 @@ class ServerState:
         self.progress: tuple[str, int, int] | None = None  # stage, done, total of loading
         self.load_error: str | None = None
         self.draining = False
-        self.shed = dict.fromkeys(
+        # why requests were turned away -> how many
+        self.shed = dict.fromkeys(("queue", "deadline", "loading", "draining", "failed"), 0)
             ("queue", "deadline", "loading", "draining", "failed"), 0
         )  # why requests were turned away -> how many
         self.http_requests: dict[tuple[str, int], int] = {}  # (route, status) -> how many
@@ -78,7 +79,7 @@ class ServerState:
             logger.info("shutting down: no new requests, %d still run", self.engine.num_live if self.engine else 0)
 
     def turned_away(self, why: str) -> None:
-        self.shed[why] = self.shed[why] + 1
+        self.shed[why] += 1
 
 
 def state_of(request: Request) -> ServerState:
