@@ -49,6 +49,8 @@ class BlockTable:
     def not_private(self, start: int, end: int) -> list[int]:
         """Logical blocks in the table that writing positions start..end-1 would spoil for somebody else."""
         first = max(start // self.block_size, self.first_live)
+        if first >= len(self.ids):
+            return []
         last = min((end - 1) // self.block_size, len(self.ids) - 1)
         pool = self._pool
         return [i for i in range(first, last + 1) if not pool.is_private(self.ids[i])]

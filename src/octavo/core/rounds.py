@@ -21,7 +21,7 @@ class SequenceNews(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start, but `live`: sequences of running requests now.
+    """Since the start, but `live`: sequences of running requests now. beams: beam searches taken in.
 
     short_of_*: steps that left somebody waiting, by what was missing. sequence_steps and used_block_steps are sums over
     the steps, so their means need no history.
@@ -35,6 +35,7 @@ class Counters:
     aborted: int = 0
     deadlines: int = 0
     finished: int = 0
+    beams: int = 0
     live: int = 0
     peak_running: int = 0
     sequence_steps: int = 0

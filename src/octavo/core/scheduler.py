@@ -62,6 +62,7 @@ class Scheduler:
         request.key = (request.arrival + request.priority * self.settings.priority_aging_s, request.number)
         beam = request.beam
         if beam is not None:
+            self.counters.beams += 1
             request.beam_state = BeamSearch(beam, request.end_ids, request.max_len - request.prompt_len)
         for index in range(1 if beam else request.width):
             self._new_sequence(request, index, list(request.prompt_token_ids))
@@ -287,7 +288,7 @@ class Scheduler:
         """Let waiting requests in, in queue order, while there are seats, blocks and budget."""
         passed: list[Request] = []
         self.admission.begin_round()
-        seats = sum(seats_of(r) for r in self.running) if len(self.waiting) else 0
+        seats = sum(seats_of(r) for r in self.running) if self.counters.beams else self.counters.live
         while round_.budget > 0 and (request := self.waiting.peek()) is not None:
             verdict = self.admission.judge(request, self.running, seats)
             if verdict is Verdict.LATER:
