@@ -33,8 +33,6 @@ class ServerState:
         self.draining = False
         # why requests were turned away -> how many
         self.shed = dict.fromkeys(("queue", "deadline", "loading", "draining", "failed"), 0)
-            ("queue", "deadline", "loading", "draining", "failed"), 0
-        )  # why requests were turned away -> how many
         self.http_requests: dict[tuple[str, int], int] = {}  # (route, status) -> how many
         self.on_death: Callable[[BaseException], None] = lambda error: None
 
