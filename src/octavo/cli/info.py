@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import BLOCK_SIZES
+from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.inspect.terminal import format_bytes
 
@@ -26,6 +27,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", default="gemma-3-270m", metavar="MODEL")
     parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="of weights and KV (bfloat16)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="KIND", help="auto (as --dtype), int8, int4, or two: int8,int4"
+    )
     parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"), default="auto")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
@@ -37,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.models.load import read_spec
 
     spec = read_spec(args.model, args.load_format)
-    facts = describe(spec, args.dtype, args.block_size)
+    check_kv_dtype(args.kv_cache_dtype, "any", spec.head_dim)
+    facts = describe(spec, args.dtype, args.block_size, args.kv_cache_dtype)
     if args.json:
         print(json.dumps({"model": args.model, **facts}))
         return 0
@@ -60,10 +65,16 @@ def num_parameters(spec: ModelSpec) -> int:
     return embeddings + spec.num_layers * (attention + mlp + norms) + hidden
 
 
-def layout_of(spec: ModelSpec, dtype: str, block_size: int, *, hybrid: bool = True) -> KVLayout:
+def layout_of(
+    spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto", *, hybrid: bool = True
+) -> KVLayout:
     """How the model's layers share a pool."""
-    size = spec.kv_values_per_token_layer() * DTYPE_BYTES[dtype]
-    return build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=size, hybrid=hybrid)
+    size = kv_bytes_per_token_layer(
+        kv_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=DTYPE_BYTES[dtype]
+    )
+    return build_layout(
+        spec.windows, block_size=block_size, bytes_per_token_layer=size, hybrid=hybrid, kv_dtype=kv_dtype
+    )
 
 
 def sequence_bytes(layout: KVLayout, length: int) -> int:
@@ -75,10 +86,10 @@ def sequence_bytes(layout: KVLayout, length: int) -> int:
     return blocks * layout.bytes_per_block
 
 
-def describe(spec: ModelSpec, dtype: str, block_size: int) -> dict[str, Any]:
+def describe(spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto") -> dict[str, Any]:
     """Everything `octavo info` says, as plain values; bytes are whole numbers."""
-    layout = layout_of(spec, dtype, block_size)
-    whole = layout_of(spec, dtype, block_size, hybrid=False)
+    layout = layout_of(spec, dtype, block_size, kv_dtype)
+    whole = layout_of(spec, dtype, block_size, kv_dtype, hybrid=False)
     lengths = sorted({n for n in LENGTHS if n <= spec.max_position_embeddings} | {spec.max_position_embeddings})
     parameters = num_parameters(spec)
     return {
@@ -86,6 +97,7 @@ def describe(spec: ModelSpec, dtype: str, block_size: int) -> dict[str, Any]:
         "num_parameters": parameters,
         "weight_bytes": {name: parameters * size for name, size in DTYPE_BYTES.items()},
         "dtype": dtype,
+        "kv_cache_dtype": kv_dtype,
         "block_size": block_size,
         "kv_bytes_per_token": spec.num_layers * layout.bytes_per_token_layer,
         "bytes_per_block": layout.bytes_per_block,
@@ -121,7 +133,7 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
     return [
         (model, shape),
         ("weights in memory", weights),
-        (f"KV cache, {facts['dtype']}", cache),
+        (f"KV cache, {facts['dtype' if facts['kv_cache_dtype'] == 'auto' else 'kv_cache_dtype']}", cache),
         ("KV of one sequence", sizes),
     ]
 

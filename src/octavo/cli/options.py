@@ -17,10 +17,10 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 #: Option of the command line -> setting of the engine, where the two differ.
 RENAMED = {"engine_debug": "debug", "engine_seed": "seed", "prefix_caching": "enable_prefix_caching"}
 ENGINE_SETTINGS = (
-    "model", "tokenizer", "dtype", "device", "block_size", "num_blocks", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation", "hybrid_kv",
-    "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write", "record",
-    "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
+    "model", "tokenizer", "dtype", "kv_cache_dtype", "device", "block_size", "num_blocks", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation",
+    "hybrid_kv", "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write",
+    "record", "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -67,6 +67,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer from elsewhere than the model")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    group.add_argument(
+        "--kv-cache-dtype", metavar="KIND", help="auto, int8, int4, fp8 (GPU); or two, for keys and values: int8,int4"
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
     group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (default: from memory)")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.errors import ConfigError
 
@@ -70,8 +71,11 @@ class ModelShape:
         return self.layer_parameters + self.head_parameters * (1 if self.tied_head else 2)
 
     def kv_bytes_per_token_layer(self, dtype: str) -> int:
-        """Bytes of the key and the value of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of the key and the value of one token in one layer. dtype: of a model, or a `kv_cache_dtype`."""
+        heads, size = self.num_kv_heads, self.head_dim
+        if dtype in DTYPE_BYTES:
+            return kv_bytes_per_token_layer("auto", num_kv_heads=heads, head_dim=size, itemsize=DTYPE_BYTES[dtype])
+        return kv_bytes_per_token_layer(dtype, num_kv_heads=heads, head_dim=size, itemsize=0)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of one token in all layers, before windows give anything back."""
