@@ -221,3 +221,12 @@ def test_an_app_becomes_ready_when_its_engine_is_attached() -> None:
         served.app.state.server.attach(engine)
         assert httpx.get(served.url + "/ready").status_code == 200
         assert httpx.get(served.url + "/v1/models").json()["data"][0]["id"] == "scripted"
+
+
+def test_the_port_does_not_wait_for_torch() -> None:
+    program = "import sys, octavo.server.run, octavo.cli.serve; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100, env=environment
+    )
+    assert done.stdout.strip() == "False"

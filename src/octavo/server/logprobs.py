@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.models.tokenizer import Tokenizer
 from octavo.outputs import Logprob
 from octavo.text.pieces import token_table
+
+if TYPE_CHECKING:
+    from octavo.models.tokenizer import Tokenizer  # torch comes with it, and the port should answer before that
 
 LOWEST = -9999.0  # JSON has no minus infinity
 
