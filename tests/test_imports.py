@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
-    "builder": "engine", "door": "engine", "request_text": "engine",
+    "builder": "engine", "speculation": "engine", "door": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
     "__init__": "package", "__main__": "cli",
@@ -57,9 +57,12 @@ PART_OF = {
 #: Single imports against the direction, with their reasons.
 ALLOWED = {
     ("kernels", "octavo.models.spec"): "plain numbers of a model, no code",
+    ("config", "octavo.core.speculative_setting"): "what speculative may be, refused where it is given; plain values",
     ("config", "octavo.core.kv_format"): "what kv_cache_dtype may be, refused where it is given; plain numbers",
     ("cli", "octavo.progress"): "the progress bar of loading",
     ("bench", "octavo.cli.options"): "its subcommands take the options of an engine as the others do",
+    ("bench", "octavo.server.app"): "what watching the block map costs is measured on the real server",
+    ("bench", "octavo.server.settings"): "the same",
 }
 #: Files over 400 lines, with their reasons.
 LONG_FILES: dict[str, str] = {}
