@@ -15,9 +15,9 @@ import pytest
 from helpers.chromium import chromium, chromium_path
 from helpers.http_server import Served
 from helpers.serving import printable, scripted_engine
+from octavo.cli.view_demo import demo_text, record_demo
 from octavo.core.block_view import block_view
 from octavo.inspect.block_map import BlockMap
-from octavo.inspect.demo_run import demo_text, record_demo
 from octavo.inspect.recorded_run import recorded_run
 from octavo.sampling_params import SamplingParams
 from octavo.server.page import page_with_run

@@ -20,10 +20,10 @@ import pytest
 
 from octavo.cli import view
 from octavo.cli.main import main
+from octavo.cli.view_demo import demo_text, record_demo
 from octavo.core.record import replay
 from octavo.errors import ConfigError
 from octavo.inspect.block_map import BlockMap
-from octavo.inspect.demo_run import demo_text, record_demo
 from octavo.inspect.recorded_run import recorded_run
 from octavo.server.page import page_with_run
 
@@ -199,3 +199,17 @@ def test_a_run_of_a_model_can_be_looked_at(tmp_path: Path, capsys: pytest.Captur
     assert run["title"] == "model" and run["frames"][0]["pool"]["num_blocks"] == 40
     assert any(event[2] == "fork" for frame in run["frames"] for event in frame["events"])
     assert "".join(run["tokens"]["0"]).lstrip("<s>").startswith("Once upon a time")
+
+
+def test_what_being_looked_at_costs_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers.tiny_models import write_tiny
+
+    write_tiny("llama", tmp_path / "model")
+    command = ["bench", "views", "--rounds", "1", "--sequences", "2", "--prompt", "8", "--output", "4", "--json", "-"]
+    assert main([*command, "--model", str(tmp_path / "model"), "--dtype", "float32", "--num-blocks", "64"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    loads, alone = said["tables"].values()
+    assert [row["mode"] for row in loads] == ["records muted", "nobody watching", "one watcher"]
+    assert loads[0]["cost"] == loads[0]["processor_cost"] == 0 and all(row["seconds"] > 0 for row in loads)
+    assert alone[1]["num_blocks"] == 20_000 and alone[1]["delta_bytes"] < 10_000
+    assert [goal["limit"] for goal in said["goals"]] == [0.01, 0.03]

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     report.notes += [
         f"cost: median over {args.rounds} rounds of time against the muted lap of the same round; from, to: quartiles",
-        "engine thread: its processor time alone, which other work on the machine disturbs less (OMP_NUM_THREADS=1: all)",
+        "engine thread: its processor time alone, which other work disturbs less (OMP_NUM_THREADS=1: all)",
         f"{frames} snapshots were taken for the watcher; it reads in a process of its own, on the same processors",
     ]
     return publish(report, args)

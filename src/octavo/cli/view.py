@@ -116,7 +116,7 @@ class RunPage:
 
 
 def _demo_page(args: argparse.Namespace) -> str:
-    from octavo.inspect.demo_run import demo_text, record_demo
+    from octavo.cli.view_demo import demo_text, record_demo
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "demo.jsonl")
