@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.plot)
     if args.reference:
         return _reference(args)
+    _check_cost_options(args)
     trace = _trace(args)
     policies = _policies(args, trace)
     device, setup = _setup(args, trace)
@@ -139,24 +140,30 @@ def _simulate(
     return model, simulation.run()
 
 
-def _cost_model(args: argparse.Namespace, setup: Setup, device: Device, block_bytes: int) -> CostModel:
-    from octavo.planning.cost_model import CostModel, roofline
-
+def _check_cost_options(args: argparse.Namespace) -> None:
+    """At most one source of times, and nothing that it makes pointless."""
     given = [n for n in ("calibrate", "cost_model", "device") if getattr(args, n) is not None]
     if len(given) > 1:
         options = " and ".join("--" + n.replace("_", "-") for n in given)
         raise ConfigError(f"{options} each say how long a step takes; give one of them")
+    if args.overhead_ms is None:
+        return
     if given and given[0] != "device":
-        if args.overhead_ms is not None:
-            raise ConfigError(f"--overhead-ms has no effect with --{given[0].replace('_', '-')}; leave it out")
-        if args.cost_model is not None:
-            return CostModel.load(args.cost_model)
+        raise ConfigError(f"--overhead-ms has no effect with --{given[0].replace('_', '-')}; leave it out")
+    if args.overhead_ms < 0:
+        raise ConfigError(f"--overhead-ms {args.overhead_ms}: must be at least 0")
+
+
+def _cost_model(args: argparse.Namespace, setup: Setup, device: Device, block_bytes: int) -> CostModel:
+    from octavo.planning.cost_model import CostModel, roofline
+
+    if args.cost_model is not None:
+        return CostModel.load(args.cost_model)
+    if args.calibrate is not None:
         from octavo.planning.calibrate import calibrate
 
         return _once(args.calibrate, calibrate)
     overhead = (DEFAULT_OVERHEAD_MS if args.overhead_ms is None else args.overhead_ms) / 1e3
-    if overhead < 0:
-        raise ConfigError(f"--overhead-ms {args.overhead_ms}: must be at least 0")
     return roofline(setup.shape, device, setup.dtype, block_bytes=block_bytes, overhead=overhead)
 
 

@@ -49,6 +49,7 @@ OUTPUT_SHARE = 0.25
 STEP_OVERHEAD = 0.026  # seconds a step, so that static decoding takes the published 42.3 ms per token
 REQUESTS = 400
 LONG, SHORT = "uniform:256-2048", "uniform:60-240"
+SHORT_HELD = 147  # tokens of a sequence of SHORT on average over time: (1 - 0.25 / 2) E[T^2] / E[T]
 ASSUMED = (
     "A token of Llama-2-7B in float16 takes 2 x 32 layers x 4,096 x 2 bytes = 512 KiB of cache.",
     "Static allocation reserves the model's 4,096 positions: 2 GiB a sequence. Twelve at once then mean a cache of "
@@ -185,7 +186,7 @@ _COLUMNS_A: tuple[Column, ...] = (
 _COLUMNS_B: tuple[Column, ...] = (
     ("policy", lambda r: r["policy"]),
     ("cache use", lambda r: f"{percent_text(_used(r))} ({PUBLISHED_B[r['policy']][0]:.0%})"),
-    ("half a block at 110 tokens", lambda r: percent_text(expected_use(r["block_size"], 110))),
+    ("half a block lost of 147 tokens", lambda r: percent_text(expected_use(r["block_size"], SHORT_HELD))),
     ("at once, under load", lambda r: f"{_waiting_mean(r):.1f} ({PUBLISHED_B[r['policy']][1]})"),
     ("output tok/s", lambda r: f"{r['output_rate']:,.0f}"),
 )
