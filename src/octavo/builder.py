@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,6 +33,7 @@ from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
 from octavo.runner.memory import Budget, available_bytes, available_cpu_bytes, cpu_budget, cuda_budget, total_cpu_bytes
 from octavo.runner.model_runner import ModelRunner, Profile
+from octavo.speculation import load_draft, settle_speculation
 
 # The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
 MOVE_BYTES_PER_S = {"cpu": 8e9, "cuda": 20e9}
@@ -63,32 +65,38 @@ def build_engine(
         ops = instrument.ops(ops)
     model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
     check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
-    layout = layout_for(config, model.spec, dtype.itemsize)
-    budget = _budget(config, model, layout, dtype, device)
-    resolved = resolve(config, _facts(config, model.spec, layout, budget, device, dtype))
+    target_layout = layout = layout_for(config, model.spec, dtype.itemsize)
+    guide = load_draft(config, model, layout, dtype, device, ops, report)
+    if guide is not None:
+        target_layout, layout = guide.pool.target, guide.pool.whole
+    budget = _budget(config, model, target_layout, dtype, device)
+    longest = min(m.spec.max_position_embeddings for m in ((model,) if guide is None else (model, guide.model)))
+    resolved = resolve(config, _facts(config, longest, layout, budget, device, dtype))
     resolved = _settle_swap(resolved, layout, device)
     final = resolved.config
     assert final.num_blocks is not None and final.max_model_len is not None and final.swap_bytes is not None
     host_blocks = final.swap_bytes // layout.bytes_per_block
     store = KVStore.allocate(
-        layout, model.spec, final.num_blocks, dtype=dtype, device=device, num_host_blocks=host_blocks
+        target_layout, model.spec, final.num_blocks, dtype=dtype, device=device, num_host_blocks=host_blocks
     )
     backend = make_backend(final.attention_backend, store.cache, model.spec)
     if final.attention_backend == "auto":
         why = "fastest that fits" if backend.name != "reference" or device != "cpu" else cpu.why_unavailable()
         final = replace(final, attention_backend=backend.name)
         resolved = Resolved(final, (*resolved.choices, Choice("attention_backend", "auto", backend.name, why)))
-    runner = ModelRunner(
-        model.decoder,
-        store,
-        backend if instrument is None else instrument.backend(backend),
+    make_runner = partial(
+        ModelRunner,
         max_num_seqs=final.max_num_seqs,
         max_model_len=final.max_model_len,  # type: ignore[arg-type]
         max_num_batched_tokens=final.max_num_batched_tokens,
         vocab_size=model.spec.vocab_size,
-        profile=instrument,
     )
-    settings = scheduler_settings(final, layout, model.spec, host_blocks, device)
+    draft = None if guide is None else guide.place(store, final.attention_backend)
+    words = "" if guide is None else str(guide.pool)
+    speculation, resolved = settle_speculation(resolved, model, store, make_runner, draft, words)
+    watched = backend if instrument is None else instrument.backend(backend)
+    runner = make_runner(model.decoder, store, watched, profile=instrument, draft=draft)
+    settings = replace(scheduler_settings(final, layout, model.spec, host_blocks, device), speculation=speculation)
     eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else model.spec.eos_token_ids
     logger.info(
         "%s: %d blocks of %d tokens (%.1f MiB), %s attention, %s on %s",
@@ -214,11 +222,11 @@ def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: t
 
 
 def _facts(
-    config: EngineConfig, spec: ModelSpec, layout: KVLayout, budget: Budget, device: str, dtype: torch.dtype
+    config: EngineConfig, longest: int, layout: KVLayout, budget: Budget, device: str, dtype: torch.dtype
 ) -> Facts:
     counter = PagedAllocation(BlockPool(1), layout)
     return Facts(
-        model_max_len=spec.max_position_embeddings,
+        model_max_len=longest,
         bytes_per_block=layout.bytes_per_block,
         num_groups=layout.num_groups,
         blocks_for_longest=lambda length: (

@@ -6,10 +6,12 @@ one line per setting that was chosen for the caller. After that no code asks whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from octavo.core.kv_format import parse_kv_dtype
+from octavo.core.speculative_setting import parse_speculative
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -28,7 +30,8 @@ class EngineConfig:
     "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence). hybrid_kv: layers with
     a sliding window keep only their window. preemption: auto, recompute, swap. swap_bytes: host memory for
     swapped-out blocks. max_queue: most waiting requests (None: no limit). enforce_eager: no graphs, no compilation.
-    record: file that receives arrivals and decisions for `octavo replay`.
+    speculative: tokens are guessed ahead and checked together ("ngram", "ngram:5", "draft:PATH:4", or a mapping; see
+    docs/speculative.md). record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
     """
 
@@ -57,6 +60,7 @@ class EngineConfig:
     max_preemptions: int = 8
     max_queue: int | None = None
     copy_on_write: bool = True
+    speculative: Mapping[str, Any] | str | None = None
     record: str | None = None
     debug: bool = False
 
@@ -68,6 +72,7 @@ class EngineConfig:
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("device", ("auto", "cpu", "cuda"))
         parse_kv_dtype(self.kv_cache_dtype)
+        object.__setattr__(self, "speculative", parse_speculative(self.speculative))
         self._choice("allocation", ("paged", "static"))
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._choice("attention_backend", ("auto", "reference", "native"))

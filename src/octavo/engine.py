@@ -212,6 +212,7 @@ class Engine:
             changed[seq.request.request_id] = text
             stop = text.push(item)
             if stop is not None:
+                self.journal.generated -= text.drop_behind_stop(seq)
                 if not seq.finished:
                     self.scheduler.finish(seq, "stop", stop)
                     if self._recorder is not None:

@@ -44,6 +44,12 @@ class RequestText:
             sample.close(news.sequence)
         return stop
 
+    def drop_behind_stop(self, seq: Sequence) -> int:
+        """A step may bring tokens behind the one that completes a stop string: they never were. Returns how many."""
+        surplus = seq.num_output - self._samples[seq.index].num_taken
+        del seq.token_ids[len(seq.token_ids) - surplus :]
+        return surplus
+
     def close(self, seq: Sequence) -> None:
         """The engine ended the sequence (a stop string)."""
         self._samples[seq.index].close(seq)
@@ -116,6 +122,11 @@ class _SampleText:
         self.output = CompletionOutput(
             seq.index, "", [], 0.0 if wants else None, [] if params.logprobs is not None else None
         )
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens up to the one that completed a stop string, or all so far."""
+        return self._text.num_taken
 
     def push(self, news: SequenceNews) -> str | None:
         seq = news.sequence

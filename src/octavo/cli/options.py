@@ -20,7 +20,7 @@ ENGINE_SETTINGS = (
     "model", "tokenizer", "dtype", "kv_cache_dtype", "device", "block_size", "num_blocks", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation",
     "hybrid_kv", "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write",
-    "record", "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
+    "record", "speculative", "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -89,6 +89,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
     group.add_argument("--swap-bytes", type=byte_count, metavar="BYTES", help="host memory for preempted sequences")
     group.add_argument("--max-preemptions", type=int, metavar="N", help="most times a request is pushed out (8)")
+    group.add_argument(
+        "--speculative", metavar="HOW", help="guess tokens ahead: ngram, ngram:5, draft:PATH:4, or JSON (off)"
+    )
     group.add_argument("--max-queue", type=int, metavar="N", help="most requests that may wait (no limit)")
     group.add_argument("--engine-seed", type=int, metavar="N", help="repeatable noise for requests without --seed")
     group.add_argument("--skip-tokenizer-init", action="store_true", default=None, help="token ids in and out only")

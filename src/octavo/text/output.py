@@ -52,6 +52,11 @@ class SequenceText:
             if sampling and sampling.stop:
                 self._checker = StopChecker(tuple(sampling.stop), include=sampling.include_stop_str_in_output)
 
+    @property
+    def num_taken(self) -> int:
+        """Tokens pushed, up to the one that completed a stop string."""
+        return self._pushed
+
     def push(self, token_ids: Sequence[int], finished: bool = False, *, ended_by_token: bool = False) -> TextDelta:
         """Add the tokens drawn in a step.
 
