@@ -133,6 +133,7 @@ class Page {
     const ids = chosen ? chosen.tables[this.selected.group] : [];
     this.grid.setSelected(new Map(ids.flatMap((block, logical) => (block < 0 ? [] : [[block, logical]]))));
     this.overlay.setTable(chosen ? { seq: this.selected.seq, group: this.selected.group, ids } : null, fresh || resized);
+    $("reader").textContent = this.selected && map ? this.describeSequence(this.selected.seq) : "";
     if (!this.selected) return;
     $("strip-title").textContent = chosen
       ? `seq ${chosen.id} · ${chosen.request}${chosen.index ? ` · sample ${chosen.index}` : ""} · ${number(chosen.tokens)} tokens in ${number(ids.filter((b) => b >= 0).length)} blocks, in logical order`
@@ -166,7 +167,7 @@ class Page {
     if (entry.position !== this.player.position && entry.position >= this.player.history.first) this.player.seek(entry.position);
     if (entry.seq !== undefined) this.select(entry.seq);
     if (entry.kind === "copy") {
-      this.overlay.effect("copy", entry.from, entry.to);
+      for (const [from, to] of entry.copies) this.overlay.effect("copy", from, to);
       this.moveCursor(entry.to);
     }
   }
@@ -181,8 +182,9 @@ class Page {
     else this.select(next.seq, next.group);
   }
 
+  /** For those who listen; what is read below the map follows the table by itself. */
   say(text) {
-    $("reader").textContent = text;
+    $("spoken").textContent = text;
   }
 
   // -- the tip -------------------------------------------------------------------------------------------------------

@@ -171,11 +171,23 @@ export class EventLog {
     for (const [, step, kind, sequence, source, target] of frame.events) {
       if (kind === "fork") this.forks.set(source, target);
       if (kind === "fork") this.entries.push({ position, step, kind, text: `seq ${target} forked from seq ${source}`, seq: target });
-      else if (kind === "copy") this.entries.push({ position, step, kind, text: `copy-on-write: ${source} → ${target} for seq ${sequence}`, from: source, to: target, seq: sequence });
+      else if (kind === "copy") this.#copy(position, step, sequence, source, target);
       else this.entries.push({ position, step, kind: "swap", text: `seq ${sequence}: ${plural(source, "block")} ${kind === "swap in" ? "back from" : "out to"} host memory` });
     }
     if (frame.missed) put("missed", `${number(frame.missed)} forks and copies between two frames are not listed`);
     if (this.entries.length > 20000) this.entries.splice(0, 5000);
+  }
+
+  /** A copy-on-write; those of one sequence in one step (one for each group of layers) are one entry. */
+  #copy(position, step, seq, from, to) {
+    const last = this.entries.at(-1);
+    if (last?.kind === "copy" && last.seq === seq && last.step === step && last.position === position) {
+      last.copies.push([from, to]);
+      last.text = `copy-on-write: ${last.copies.length} blocks for seq ${seq}, ${last.from} → ${last.to} …`;
+    } else {
+      const text = `copy-on-write: ${from} → ${to} for seq ${seq}`;
+      this.entries.push({ position, step, kind: "copy", text, from, to, seq, copies: [[from, to]] });
+    }
   }
 
   /** Show what happened up to a position. */
