@@ -9,6 +9,11 @@ from typing import Any
 
 from octavo.outputs import RequestOutput
 
+#: What the OpenAPI document says of answers that may be streamed.
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "whole, or with stream: events"}
+}
+
 
 def new_id(prefix: str) -> str:
     """Such as "chatcmpl-6b0c…": unguessable, so that nobody can name another's answer."""

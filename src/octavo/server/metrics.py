@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -27,7 +27,7 @@ router = APIRouter(tags=["status"])
 SCRAPE_SECONDS = 5.0  # a scrape waits for the step that runs, but not for ever
 
 
-@router.get("/metrics", summary="Prometheus metrics")
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(caller: KeyedCaller, state: State) -> Response:
     engine = state.engine
     reading = None

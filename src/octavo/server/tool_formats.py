@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.grammar.compiler import WHITE_SPACE
-from octavo.models.tokenizer import Tokenizer
 from octavo.server.tool_parsers import ListReader, MarkedReader, ObjectReader, Reader
+
+if TYPE_CHECKING:
+    from octavo.models.tokenizer import Tokenizer
 
 MAX_CALLS = 8  # in one answer that must call
 BEGIN, END, LIST_MARK, ARGS_MARK = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"

@@ -8,15 +8,17 @@ from the first token on. none: the model is told of no tools.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.async_engine import AsyncEngine
-from octavo.models.tokenizer import Tokenizer
 from octavo.server.errors import ApiError
 from octavo.server.protocol.chat import ChatBody
 from octavo.server.tool_formats import CallableFunction, format_of, takes_tools
 from octavo.server.tool_messages import as_text, instructions, takes_system, with_instructions
 from octavo.server.tool_parsers import Reader
+
+if TYPE_CHECKING:
+    from octavo.models.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

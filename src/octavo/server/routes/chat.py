@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from octavo.async_engine import AsyncEngine
 from octavo.async_request import RequestDelta
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.answers import new_id, now, usage
+from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import TokenSpeller, chat_logprobs
@@ -30,7 +30,7 @@ from octavo.text.prompts import Prompt
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/chat/completions", summary="Answer a conversation")
+@router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAMED)
 async def chat_completions(
     body: ChatBody, http: Request, caller: KeyedCaller, state: State, engine: ReadyEngine
 ) -> Response:

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from octavo.async_request import RequestDelta
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.answers import new_id, now, usage
+from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import CompletionLogprobs, TokenSpeller
@@ -24,7 +24,7 @@ from octavo.text.prompts import Prompt
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/completions", summary="Continue a prompt")
+@router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(
     body: CompletionBody, http: Request, caller: KeyedCaller, state: State, engine: ReadyEngine
 ) -> Response:

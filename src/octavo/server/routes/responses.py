@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from octavo.async_engine import AsyncEngine
 from octavo.async_request import RequestDelta
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.answers import new_id, now, usage
+from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import TokenSpeller, chat_logprobs
@@ -26,7 +26,7 @@ from octavo.text.prompts import Prompt
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/responses", summary="Answer an input (text)")
+@router.post("/v1/responses", summary="Answer an input (text)", responses=STREAMED)
 async def responses(
     body: ResponsesBody, http: Request, caller: KeyedCaller, state: State, engine: ReadyEngine
 ) -> Response:
