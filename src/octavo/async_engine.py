@@ -164,7 +164,7 @@ class AsyncEngine:
             encoded = [await self.encode(prompt) for prompt in prompts]
             if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._grammar_pool, self._engine.prepare, params)
+                await loop.run_in_executor(self._grammar_pool, self._engine.prepare, params, True)
             name = request_id or f"r{next(self._numbers)}"
             requests = [
                 AsyncRequest(

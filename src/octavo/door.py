@@ -82,16 +82,18 @@ class Door:
             constraint=constraint,
         )
 
-    def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> CompiledGrammar | None:
+    def prepare(
+        self, params: SamplingParams | BeamSearchParams | PoolingParams, isolated: bool = False
+    ) -> CompiledGrammar | None:
         """The grammar of a request, made or found; None without one. Raises `SamplingError`. For any thread.
 
-        A caller that must not wait in `admit` calls this first, on a thread of its own.
+        A caller that must not wait in `admit` calls this first, on another thread. isolated: see `GrammarCompiler`.
         """
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return None
         assert isinstance(params.structured_outputs, StructuredOutputs)
         ends = self._end_ids(params)
-        grammar = self.grammars.compile(params.structured_outputs)
+        grammar = self.grammars.compile(params.structured_outputs, isolated=isolated)
         if not grammar.can_end_with(ends):
             raise SamplingError(
                 "structured_outputs: the model names no end token, so the text could never end; name a special token "

@@ -145,9 +145,12 @@ class Engine:
         if self._recorder is not None:
             self._recorder.arrival(request)
 
-    def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
-        """Compile what `add_request` would have to compile (a grammar), or refuse it. For any thread, at any time."""
-        self._door.prepare(params)
+    def prepare(self, params: SamplingParams | BeamSearchParams | PoolingParams, isolated: bool = False) -> None:
+        """Compile what `add_request` would have to compile (a grammar), or refuse it. For any thread, at any time.
+
+        isolated: try it in another process first, as a server does with the grammars of strangers.
+        """
+        self._door.prepare(params, isolated)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request (or one sample of it) in any state; harmless when there is nothing to end.

@@ -16,7 +16,9 @@ from helpers.serving import byte_tokenizer
 from octavo.errors import SamplingError
 from octavo.grammar import compiler as compiling
 from octavo.grammar import limits
+from octavo.grammar import probe as probing
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.probe import Probe
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.models.tokenizer import Tokenizer
 from octavo.sampling_params import StructuredOutputs
@@ -93,6 +95,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"grammar": 'start: %json {"type": "integer", "multipleOf": 7919999}'},
         "multipleOf=7919999",
     ),
+    "slow arithmetic of two": (
+        {"json": {"type": "integer", "allOf": [{"multipleOf": 4095}, {"multipleOf": 4093}]}},
+        "multipleOf=409.*for all multipleOf of the schema together",
+    ),
     "tiny fraction": ({"json": {"type": "number", "multipleOf": 1e-300}}, "multipleOf=1e-300"),
     "repeated repetition": ({"regex": "((a{1000}){1000}){1000}"}, "cannot be followed"),
     "doubling terminals": (
@@ -168,7 +174,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler, mo
         raise SamplingError("json: late")
 
     monkeypatch.setattr(compiling, "SECONDS", 0.01)
-    monkeypatch.setattr(compiling, "_compile", slow)
+    monkeypatch.setattr(compiling, "compile_for", slow)
     fresh = GrammarCompiler(byte_tokenizer(), 260, (END,))
     fresh._vocabulary = compiler.vocabulary
     try:
@@ -183,6 +189,46 @@ def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler, mo
             thread.join(10)
     monkeypatch.undo()
     fresh.compile(StructuredOutputs(regex="b"))
+
+
+def test_a_process_tries_strange_grammars_and_can_be_ended(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs for ever is ended with its process, what brings the process down is refused, and both do no harm."""
+    probe = compiler.probe
+    compiler.compile(StructuredOutputs(regex="tried first"), isolated=True)
+    first = probe._process
+    assert first is not None and first.poll() is None
+    with pytest.raises(SamplingError, match="unclosed group"):
+        compiler.compile(StructuredOutputs(regex="(b"), isolated=True)
+    assert probe._process is first
+    endless = 'start: %json {"type": "integer", "multipleOf": 7919999}'
+    monkeypatch.setattr(probing, "SECONDS", 0.3)
+    with pytest.raises(SamplingError, match=r"cannot be compiled within 0\.3 s"):
+        probe.check(StructuredOutputs(grammar=endless))  # not stopped by the limits, which `compile` asks first
+    assert probe.ended == 1 and first.poll() is not None
+    monkeypatch.undo()
+    compiler.compile(StructuredOutputs(regex="tried after"), isolated=True)
+    assert probe._process is not None and probe._process is not first
+    probe._process.kill()
+    probe._process.wait()
+    probe.check(StructuredOutputs(regex="started again"))
+    monkeypatch.setattr(probing, "SECONDS", 0.5)
+    links = "".join(f"r{i}: r{i + 1}\n" for i in range(100_000))
+    with pytest.raises(SamplingError, match=r"cannot be compiled|too big"):
+        probe.check(StructuredOutputs(grammar=f'start: r0\n{links}r100000: "a"'))
+    probe.check(StructuredOutputs(regex="and again"))
+    probe.close()
+    assert probe._process is None
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    probe = Probe()
+    probe.check(StructuredOutputs(regex="a"))
+    process = probe._process
+    assert process is not None
+    del probe
+    assert process.poll() is not None
 
 
 def test_grammars_are_kept_by_content_and_the_oldest_forgotten(

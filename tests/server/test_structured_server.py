@@ -197,11 +197,11 @@ def test_compiling_holds_up_no_step(served: Served, client: openai.OpenAI) -> No
     started: list[float] = []
     original = compiler.compile
 
-    def slow(asked: Any) -> Any:
+    def slow(asked: Any, **more: Any) -> Any:
         started.append(time.monotonic())
         if len(started) == 1:
             time.sleep(0.5)
-        return original(asked)
+        return original(asked, **more)
 
     compiler.compile = slow
     try:
@@ -214,7 +214,7 @@ def test_compiling_holds_up_no_step(served: Served, client: openai.OpenAI) -> No
                 asked = {"structured_outputs": {"regex": "slow"}}
                 other = threading.Thread(target=chat, args=(client,), kwargs={"extra_body": asked})
                 other.start()
-                while not started:
+                while not started and other.is_alive():
                     time.sleep(0.001)
                 at_start = served.ask(lambda engine: engine.stats().steps)
                 for _ in lines:
@@ -224,6 +224,12 @@ def test_compiling_holds_up_no_step(served: Served, client: openai.OpenAI) -> No
         assert steps <= at_start and after - at_start > 20
     finally:
         del compiler.compile
+
+
+def test_grammars_of_clients_are_tried_in_another_process(served: Served, client: openai.OpenAI) -> None:
+    chat(client, extra_body={"structured_outputs": {"regex": "tried"}})
+    probe = served.ask(lambda engine: engine._door.grammars.probe)
+    assert probe._process is not None and probe._process.poll() is None
 
 
 def test_a_grammar_is_compiled_once(served: Served, client: openai.OpenAI) -> None:

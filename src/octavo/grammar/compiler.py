@@ -18,6 +18,7 @@ import numpy as np
 from octavo.errors import SamplingError
 from octavo.grammar.limits import FUEL, check, schema_of
 from octavo.grammar.matcher import GrammarMatcher
+from octavo.grammar.probe import Probe
 from octavo.grammar.vocabulary import Vocabulary, import_llguidance
 from octavo.sampling_params import StructuredOutputs
 
@@ -66,6 +67,7 @@ class GrammarCompiler:
         self._making = threading.Lock()
         self._cache: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         self._stuck: list[threading.Thread] = []
+        self.probe = Probe()
         self.compiled = 0  # grammars compiled, found ones not counted
 
     @property
@@ -76,8 +78,11 @@ class GrammarCompiler:
                 self._vocabulary = self._make_vocabulary()
             return self._vocabulary
 
-    def compile(self, asked: StructuredOutputs) -> CompiledGrammar:
-        """The grammar, from the cache or made now. Raises `SamplingError`, or `RequestError` without llguidance."""
+    def compile(self, asked: StructuredOutputs, *, isolated: bool = False) -> CompiledGrammar:
+        """The grammar, from the cache or made now. Raises `SamplingError`, or `RequestError` without llguidance.
+
+        isolated: a new one is first tried in another process, which can be ended; for grammars of strangers.
+        """
         key = (asked.kind, _content(asked))
         with self._lock:
             if key in self._cache:
@@ -85,7 +90,9 @@ class GrammarCompiler:
                 return self._cache[key]
         check(asked)
         vocabulary = self.vocabulary
-        made = self._in_time(asked.kind, lambda: _compile(asked, vocabulary))
+        if isolated and asked.kind not in ("choice", "json_object"):
+            self.probe.check(asked)
+        made = self._in_time(asked.kind, lambda: compile_for(asked, vocabulary))
         with self._lock:
             self.compiled += 1
             self._cache[key] = made
@@ -129,7 +136,8 @@ def _content(asked: StructuredOutputs) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _compile(asked: StructuredOutputs, vocabulary: Vocabulary) -> CompiledGrammar:
+def compile_for(asked: StructuredOutputs, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compile and try, on this thread, for as long as it takes. Raises `SamplingError`."""
     library = import_llguidance()
     limits = library.LLParserLimits(**FUEL)
     matcher = library.LLMatcher(vocabulary.backend, _grammar(asked, library), log_level=0, limits=limits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from octavo.errors import SamplingError
@@ -102,7 +103,7 @@ def _brackets(name: str, text: str) -> None:
 
 def check_schema(schema: Any) -> None:
     """Depth, references and multiples of a schema, without recursion."""
-    references = 0
+    references, multiple = 0, 1
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         value, depth = stack.pop()
@@ -110,7 +111,7 @@ def check_schema(schema: Any) -> None:
             raise SamplingError(f"json: the schema is nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, dict):
             references += isinstance(value.get("$ref"), str)
-            _multiple(value.get("multipleOf"))
+            multiple = _multiple(value.get("multipleOf"), multiple)
             stack += ((inner, depth + 1) for inner in value.values() if isinstance(inner, (dict, list)))
         elif isinstance(value, list):
             stack += ((inner, depth + 1) for inner in value if isinstance(inner, (dict, list)))
@@ -118,11 +119,14 @@ def check_schema(schema: Any) -> None:
         raise SamplingError(f"json: {references} references ($ref); at most {MAX_REFERENCES} are allowed")
 
 
-def _multiple(value: Any) -> None:
+def _multiple(value: Any, others: int) -> int:
+    """The common multiple of the values so far (they may meet in one number)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if not 1e-9 <= abs(value) <= 1e9 or Fraction(str(value)).numerator > MAX_MULTIPLE:
+        return others
+    common = lcm(others, abs(Fraction(str(value)).numerator)) if 1e-9 <= abs(value) <= 1e9 else 0
+    if not 0 < common <= MAX_MULTIPLE:
         raise SamplingError(
-            f"json: multipleOf={value}: its digits cannot be checked one by one; use at most {MAX_MULTIPLE}, or a "
-            "fraction such as 0.01"
+            f"json: multipleOf={value}: the digits of its multiples cannot be checked one by one; use at most "
+            f"{MAX_MULTIPLE} (for all multipleOf of the schema together), or a fraction such as 0.01"
         )
+    return common

@@ -71,19 +71,37 @@ class Vocabulary:
         return tuple(i for i in dict.fromkeys(ids) if i in self._special)
 
 
-class _Source:
-    """What llguidance reads a tokenizer from."""
+class ByteVocabulary(Vocabulary):
+    """The 256 bytes and an end, for trying grammars without a model."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], ends: tuple[int, ...], special: list[int]) -> None:
+    def __init__(self) -> None:
+        library = import_llguidance()
+        self.size = 257
+        self.ends = (256,)
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<|end|>"]
+        self.first_alias = None
+        self._special = frozenset(self.ends)
+        source = _Source(None, self.tokens, self.ends, [256])
+        self.backend = library.LLTokenizer(library.TokenizerWrapper(source), eos_token=[256])
+
+
+class _Source:
+    """What llguidance reads a tokenizer from; without one, text is its bytes."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, tokens: list[bytes], ends: tuple[int, ...], special: list[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self.tokens = [token or b"<|no text %d|>" % i for i, token in enumerate(tokens)]
         self.eos_token_id = ends[0]
-        self.bos_token_id = tokenizer.bos_token_id
+        self.bos_token_id = None if tokenizer is None else tokenizer.bos_token_id
         self.special_token_ids = [*special, *ends]
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text only")  # llguidance then sends no bytes
+        if self._tokenizer is None:
+            return list(text.encode())
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
