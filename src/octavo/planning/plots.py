@@ -92,6 +92,7 @@ def _latencies(axis: Any, outcomes: Sequence[Outcome]) -> None:
     """Median as a bar, p99 as a whisker, for the first token and the whole answer."""
     kinds = (("ttft", "first token"), ("e2e", "whole answer"))
     width = 0.8 / max(1, len(outcomes))
+    lowest = float("inf")
     for number, (outcome, colour) in enumerate(zip(outcomes, _colours(outcomes))):
         latency = outcome.latencies()
         for place, (kind, _) in enumerate(kinds):
@@ -99,15 +100,18 @@ def _latencies(axis: Any, outcomes: Sequence[Outcome]) -> None:
             if found is None:
                 continue
             x = place + (number - (len(outcomes) - 1) / 2) * width
-            label = outcome.policy if place == 0 else None
-            axis.bar(x, found["p50"], width=0.9 * width, color=colour, label=label)
+            axis.bar(x, found["p50"], width=0.9 * width, color=colour)
+            lowest = min(lowest, found["p50"])
             axis.plot([x, x], [found["p50"], found["p99"]], color="black", linewidth=1)
             axis.plot([x], [found["p99"]], marker="_", color="black", markersize=6)
     axis.set_xticks(range(len(kinds)), [name for _, name in kinds])
     axis.set_ylabel("seconds, median and p99")
     axis.set_yscale("log")
+    if lowest < float("inf"):
+        axis.set_ylim(bottom=lowest / 3)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(lambda value, _: "")
     axis.grid(alpha=0.3, axis="y")
-    axis.legend(fontsize=8, frameon=False)
 
 
 def _colours(outcomes: Sequence[Outcome]) -> list[str]:

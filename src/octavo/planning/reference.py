@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from octavo.planning.cost_model import roofline
@@ -121,6 +122,8 @@ def findings(found: Reference) -> list[str]:
     lengths = [round(implied_tokens(int(n.partition(":")[2]), use)) for n, (use, _) in PUBLISHED_B.items()]
     long = {o.policy: o.summary() for o in found.long}
     short = {o.policy: o.summary() for o in found.short}
+    more = 1e3 * (long["paged:16"]["latency"]["itl"]["p50"] - long["static"]["latency"]["itl"]["p50"])
+    fewer = 1 - _waiting_mean(short["paged:64"]) / _waiting_mean(short["paged:8"])
     gain, ours = paged[3] / static[3], long["paged:16"]["output_rate"] / long["static"]["output_rate"]
     return [
         f"A, sequences: the published 38 / 12 is {paged[0] / static[0]:.2f}, reserved over held tokens. With 4,096 "
@@ -128,36 +131,47 @@ def findings(found: Reference) -> list[str]:
         f"2,048 reserved it would have to hold {held[0] / 2:,.0f}, too few for that load.",
         f"A, use: 58 % of the same cache with 12 sequences would be {held[1]:,.0f} tokens each, more than the longest "
         f"request has. At equal lengths use grows as concurrency does: 91 % / {paged[0] / static[0]:.2f} = "
-        f"{paged[2] / paged[0] * static[0]:.0%}, and the model gives "
+        f"{_percent(paged[2] / paged[0] * static[0])}, and the model gives "
         f"{percent_text(long['static']['mean_filled_pressed'])}. So 58 % is not the filled share of the "
         "cache. As a share of the whole device it is possible: weights "
-        f"{weights:.1f} GiB + 24 GiB reserved are {(weights + 24) / 80:.0%} of 80 GiB, and activations and the "
+        f"{weights:.1f} GiB + 24 GiB reserved are {_percent((weights + 24) / 80)} of 80 GiB, and activations and the "
         f"allocator's reserve make up the rest; 91 % and 89 % are then gpu_memory_utilization=0.9, whatever is in it.",
         "A, use of the cache: our scheduler admits until the pool is full and preempts, so under load "
         f"{percent_text(long['paged:16']['mean_filled_pressed'])} of the slots hold a token with blocks of 16 and "
         f"{percent_text(long['paged:32']['mean_filled_pressed'])} with 32. Half a block per sequence is 8 tokens "
-        f"between 16 and 32, {8 / held[0]:.1%} of {held[0]:,.0f}, where two points are published.",
+        f"between 16 and 32, {percent_text(8 / held[0])} of {held[0]:,.0f}, where two points are published.",
         f"A, time: 12 / 285 is {step_static:.1f} ms a step, as published (42.3). 38 / 812 is {step_paged:.1f} ms, not "
         f"39.1: over the run only {812 * paged[1] / 1e3:.0f} sequences decoded on average. Three times the cached "
-        "tokens per step cost about 12 ms more on this memory, so a paged step as short as a static one needs a "
-        f"smaller overhead, a faster engine as well as paging: published {gain:.2f} times the throughput, paging alone "
+        f"tokens per step cost about {more:.0f} ms more on this memory, so a paged step as short as a static one needs "
+        f"a smaller overhead, a faster engine as well as paging: published {gain:.2f} times the throughput, paging alone "
         f"gives {ours:.2f} times.",
         f"B, use: half a block lost per sequence means sequences of {lengths[0]}, {lengths[1]}, {lengths[2]} and "
         f"{lengths[3]} tokens for blocks of 8, 16, 32 and 64: short texts of about a hundred tokens, as simulated, "
         "and a little longer with every row.",
         "B, concurrency: 512, 256, 128 and 64 are 4,096 / block size: the number of blocks in 2 GiB, one sequence in "
         "each. Sequences of a hundred tokens need several small blocks, so concurrency only falls as use does: from 8 "
-        f"to 64 by {1 - _waiting_mean(short['paged:64']) / _waiting_mean(short['paged:8']):.0%}, not to an eighth.",
+        f"to 64 by {_percent(fewer)}, not to an eighth.",
     ]
 
 
 def reference_text(found: Reference) -> str:
     """The tables, the assumptions and the findings."""
-    parts = ["Assumptions", *(f"  {i}. {text}" for i, text in enumerate(ASSUMED, 1)), ""]
+    parts = ["Assumptions", *_numbered(ASSUMED), ""]
     parts += ["Table A: Llama-2-7B in 80 GB (published in brackets)", table(_COLUMNS_A, _rows(found.long)), ""]
     parts += ["Table B: block size (published in brackets)", table(_COLUMNS_B, _rows(found.short)), ""]
-    parts += ["Where they agree and where not", *(f"  {i}. {text}" for i, text in enumerate(findings(found), 1))]
+    parts += ["Where they agree and where not", *_numbered(findings(found))]
     return "\n".join(parts)
+
+
+def _numbered(texts: Sequence[str], width: int = 118) -> list[str]:
+    return [
+        fill(text, width, initial_indent=f"  {number}. ", subsequent_indent="     ")
+        for number, text in enumerate(texts, 1)
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -179,13 +193,13 @@ _COLUMNS_A: tuple[Column, ...] = (
     ("at once, under load", lambda r: f"{_waiting_mean(r):.1f} ({PUBLISHED_A[r['policy']][0]})"),
     ("peak", lambda r: str(r["peak_running"])),
     ("ms per token, median", lambda r: f"{1e3 * r['latency']['itl']['p50']:.1f} ({PUBLISHED_A[r['policy']][1]})"),
-    ("cache use", lambda r: f"{percent_text(_used(r))} ({PUBLISHED_A[r['policy']][2]:.0%})"),
+    ("cache use", lambda r: f"{percent_text(_used(r))} ({_percent(PUBLISHED_A[r['policy']][2])})"),
     ("output tok/s", lambda r: f"{r['output_rate']:,.0f} ({PUBLISHED_A[r['policy']][3]})"),
     ("preempt.", lambda r: str(r["preemptions"])),
 )
 _COLUMNS_B: tuple[Column, ...] = (
     ("policy", lambda r: r["policy"]),
-    ("cache use", lambda r: f"{percent_text(_used(r))} ({PUBLISHED_B[r['policy']][0]:.0%})"),
+    ("cache use", lambda r: f"{percent_text(_used(r))} ({_percent(PUBLISHED_B[r['policy']][0])})"),
     ("half a block lost of 147 tokens", lambda r: percent_text(expected_use(r["block_size"], SHORT_HELD))),
     ("at once, under load", lambda r: f"{_waiting_mean(r):.1f} ({PUBLISHED_B[r['policy']][1]})"),
     ("output tok/s", lambda r: f"{r['output_rate']:,.0f}"),
