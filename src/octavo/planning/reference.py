@@ -143,8 +143,8 @@ def findings(found: Reference) -> list[str]:
         f"A, time: 12 / 285 is {step_static:.1f} ms a step, as published (42.3). 38 / 812 is {step_paged:.1f} ms, not "
         f"39.1: over the run only {812 * paged[1] / 1e3:.0f} sequences decoded on average. Three times the cached "
         f"tokens per step cost about {more:.0f} ms more on this memory, so a paged step as short as a static one needs "
-        f"a smaller overhead, a faster engine as well as paging: published {gain:.2f} times the throughput, paging alone "
-        f"gives {ours:.2f} times.",
+        f"a smaller overhead, a faster engine as well as paging: published {gain:.2f} times the throughput, paging "
+        f"alone gives {ours:.2f} times.",
         f"B, use: half a block lost per sequence means sequences of {lengths[0]}, {lengths[1]}, {lengths[2]} and "
         f"{lengths[3]} tokens for blocks of 8, 16, 32 and 64: short texts of about a hundred tokens, as simulated, "
         "and a little longer with every row.",
