@@ -8,9 +8,31 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
-from octavo.kernels.interface import AttentionBatch, KVCache
+from octavo.kernels.interface import AttentionBatch
 from octavo.models.spec import ModelSpec, RotarySpec
+from octavo.runner.kv_store import KVStore
+
+
+def instruction_sets() -> list[str]:
+    """What this build and processor offer, best first; [] when the kernels are not built."""
+    from octavo.kernels.cpu.loader import native, problem
+
+    return [] if problem() else list(native().instruction_sets())
+
+
+@contextlib.contextmanager
+def instructions(name: str) -> Iterator[None]:
+    """Run on one instruction set."""
+    from octavo.kernels.cpu.loader import native
+
+    module, before = native(), native().in_use()
+    module.use(name)
+    try:
+        yield
+    finally:
+        module.use(before)
 
 
 @contextlib.contextmanager
@@ -88,23 +110,28 @@ def dense_answer(history: History, layer: int, sequence: int) -> torch.Tensor:
 
 
 class Paged:
-    """A pool of shuffled blocks for a history's sequences, NaN wherever nothing was written.
+    """A pool of shuffled blocks for a history's sequences, NaN wherever nothing was written (quantised: scales too).
 
     Blocks behind a window are -1 in the tables, as a scheduler that released them would leave them.
     """
 
-    def __init__(self, history: History, block_size: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, history: History, block_size: int, dtype: torch.dtype, seed: int, kv_dtype: str = "auto"
+    ) -> None:
         spec = history.spec
         self.history = history
+        per_token = kv_bytes_per_token_layer(
+            kv_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=dtype.itemsize
+        )
         self.layout: KVLayout = build_layout(
-            spec.windows, block_size=block_size, bytes_per_token_layer=spec.kv_values_per_token_layer() * dtype.itemsize
+            spec.windows, block_size=block_size, bytes_per_token_layer=per_token, kv_dtype=kv_dtype
         )
         counts = [self.layout.blocks_for(n) for n in history.lengths]
         needed = sum(counts) * self.layout.num_groups
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(needed + 3, generator=generator).tolist()
-        shape = (needed + 3, self.layout.layers_per_group, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.cache = KVCache(torch.full(shape, float("nan"), dtype=dtype), self.layout)
+        self.cache = KVStore.allocate(self.layout, spec, needed + 3, dtype=dtype).cache
+        self.cache.kv.fill_(255 if self.cache.kv.dtype == torch.uint8 else float("nan"))
         self.blocks = [[[order.pop() for _ in range(n)] for n in counts] for _ in range(self.layout.num_groups)]
 
     def batch(self, parts: Sequence[tuple[int, int, int]]) -> AttentionBatch:
