@@ -53,14 +53,14 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     troubles: list[str] = []
     contexts = []
 
-    def open_(url: str, *, unauthorized: bool = False, **options: Any) -> Any:
+    def open_(url: str, *, expected: str = "", **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(15_000)
 
         def hear(message: Any) -> None:
-            if message.type in ("error", "warning") and not (unauthorized and "401" in message.text):
+            if message.type in ("error", "warning") and not (expected and expected in message.text):
                 troubles.append(f"console: {message.text}")
 
         page.on("console", hear)
@@ -139,6 +139,7 @@ def test_it_loads_and_follows_the_engine(running: Served, open_page: Any) -> Non
     assert "Static allocation would reserve" in page.text_content("#waste-static")
     page.wait_for_selector("#waste-run:not([hidden])")
     assert "sequences at once" in page.text_content("#waste-run")
+    assert "Prefix look-ups ended: " in page.text_content("#waste-run")
 
 
 def test_a_chosen_sequence_lights_up_in_the_order_of_its_table(running: Served, open_page: Any) -> None:
@@ -256,7 +257,7 @@ def test_time_can_be_held_and_gone_back_in(running: Served, open_page: Any) -> N
 def test_the_key_is_asked_for_kept_in_the_tab_and_sent_in_a_header(open_page: Any) -> None:
     engine = scripted_engine(script=never_ends)
     with Served(engine, ServerSettings(api_keys=(KEY,))) as served:
-        page = open_page(served.url + "/blocks", unauthorized=True)
+        page = open_page(served.url + "/blocks", expected="401")
         page.wait_for_selector("#key-dialog[open]")
         assert page.evaluate("octavo.player.history.length") == 0
         page.fill("#key", "not-the-key")
@@ -423,6 +424,37 @@ def test_a_recorded_run_plays_and_shows_its_words(run: dict[str, Any], recorded:
     assert abs(page.evaluate("octavo.player.position") - middle) < 5, "a click on a chart goes to that moment"
     page.click("#log li.copy >> nth=0")
     assert page.evaluate("octavo.cursor") >= 0
+
+
+def test_history_is_bounded_and_its_oldest_moment_can_still_be_shown(
+    run: dict[str, Any], recorded: Path, open_page: Any
+) -> None:
+    page = open_page(recorded.as_uri())
+    wait(page, "map")
+    first, length, same = page.evaluate(
+        """() => { const whole = octavo.player.history, short = new whole.constructor({ maxFrames: 150 });
+        for (let i = 0; i <= whole.last; i++) short.push(whole.at(i), 1000);
+        const states = (map) => String.fromCharCode(...map.states);
+        const same = [short.first, short.first + 7, short.last].map(
+            (p) => states(short.seek(p)) === states(whole.seek(p)));
+        return [short.first, short.length, same]; }"""
+    )
+    assert first % 64 == 0 and first > 0 and length <= 150 and same == [True] * 3
+    assert first + length == len(run["frames"])
+
+
+def test_a_lost_connection_is_told_and_found_again(open_page: Any) -> None:
+    with Served(scripted_engine(script=never_ends), ServerSettings(drain_seconds=0.0)) as served:
+        page = open_page(served.url + "/blocks", expected="net::ERR_")
+        wait(page, "map && p.history.length > 0")
+        page.context.set_offline(True)
+        for connection in list(served.server.server_state.connections):
+            served.loop.call_soon_threadsafe(connection.transport.abort)
+        wait_text(page, "#status", "connection lost, trying again")
+        page.context.set_offline(False)
+        wait_text(page, "#status", "live")
+        assert page.evaluate("octavo.player.history.length") >= 2
+        page.close()
 
 
 def test_without_leave_no_word_is_in_the_file(tmp_path: Path) -> None:

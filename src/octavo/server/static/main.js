@@ -417,7 +417,7 @@ class Page {
   async #report() {
     if (this.lineState !== "live" || !this.player.following) return;
     try {
-      showRun($("waste-run"), await getJSON("/blocks/report"));
+      showRun($("waste-run"), await getJSON("/blocks/report?finished=0&samples=0"));
     } catch { /* the next one will tell */ }
   }
 

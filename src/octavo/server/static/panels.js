@@ -183,7 +183,7 @@ export class EventLog {
     const last = this.entries.at(-1);
     if (last?.kind === "copy" && last.seq === seq && last.step === step && last.position === position) {
       last.copies.push([from, to]);
-      last.text = `copy-on-write: ${last.copies.length} blocks for seq ${seq}, ${last.from} → ${last.to} …`;
+      last.text = `copy-on-write: ${last.from} → ${last.to} and ${last.copies.length - 1} more for seq ${seq}`;
     } else {
       const text = `copy-on-write: ${from} → ${to} for seq ${seq}`;
       this.entries.push({ position, step, kind: "copy", text, from, to, seq, copies: [[from, to]] });
@@ -223,13 +223,20 @@ export function showWaste({ bar, list, fixed }, map, w) {
   }
 }
 
-/** The counterfactual over the whole run, from `/blocks/report`. */
+/** The counterfactual over the whole run and the reasons of prefix misses, from `/blocks/report`. */
 export function showRun(root, report) {
   const c = report?.counterfactual;
   root.hidden = !c || !c.peak_sequences;
   if (root.hidden) return;
   root.textContent = `So far: ${plural(c.peak_sequences, "sequence")} at once in at most ${bytes(c.paged_peak_bytes)}; `
-    + `static allocation would have needed ${bytes(c.static_peak_bytes)} for them.`;
+    + `static allocation would have needed ${bytes(c.static_peak_bytes)} for them.${missText(report.miss_reasons)}`;
+}
+
+/** Why look-ups in the prefix cache ended where they did, most frequent first. */
+function missText(reasons) {
+  const rows = Object.entries(reasons ?? {}).sort((a, b) => b[1] - a[1]);
+  if (!rows.length) return "";
+  return ` Prefix look-ups ended: ${rows.map(([reason, count]) => `${number(count)} ${reason === "none" ? "all found" : reason}`).join(", ")}.`;
 }
 
 /** All about one block, as lines for the tooltip. `tokens`: its text, undefined where it is not known or not shown. */
