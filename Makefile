@@ -5,7 +5,7 @@ PROMPT ?= A KV cache is like a library. Instead of reserving a whole shelf for e
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: run test test-all lint fuzz native native-asan clean help
+.PHONY: run test test-all lint fuzz native native-asan native-emulated clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ fuzz: dev  ## the whole engine against "the same request alone", MINUTES=10 SEED
 
 native-asan: dev  ## kernel tests under AddressSanitizer and UBSan
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/native_asan.sh
+
+native-emulated: dev  ## kernel tests of the AVX-512 and AMX variants on a processor without them
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/native_emulated.sh
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

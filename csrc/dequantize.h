@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "linear.h"
+#include "panels.h"
 #include "simd.h"
 
 namespace {

@@ -212,5 +212,11 @@ const KernelTable& portable_kernels();
 #if defined(OCTAVO_HAVE_AVX2)
 const KernelTable& avx2_kernels();
 #endif
+#if defined(OCTAVO_HAVE_AVX512)
+const KernelTable& avx512_kernels();
+#endif
+#if defined(OCTAVO_HAVE_AMX)
+const KernelTable& amx_kernels();
+#endif
 
 }  // namespace octavo

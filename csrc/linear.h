@@ -6,125 +6,20 @@
 #pragma once
 
 #include "kernels.h"
+#include "panels.h"
+#include "register_tile.h"
 #include "simd.h"
 
 #include <stdlib.h>
 
 namespace {
 
-using octavo::DType;
-using octavo::kPanel;
 using octavo::LinearArgs;
 
-constexpr int kRowTile = octavo::kFewRows;  // rows of a register tile: 6 x 16 fills 12 of 16 registers
+constexpr int kRowTile = 12 / kParts;  // rows of a register tile: 12 sums in 16 registers, or in 32
 constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
 constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
-constexpr int kAhead = 1024;       // bytes of prefetch: far enough to cover memory, near enough for the first-level cache
 constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
-
-OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Where the weight from input i to output j of a panel lies, in elements from the panel's start.
-template <class W>
-OCTAVO_INLINE int64_t place(int64_t i, int64_t j) { return i * kPanel + j; }
-template <>
-OCTAVO_INLINE int64_t place<bf16>(int64_t i, int64_t j) { return (i / 2 * kPanel + j) * 2 + i % 2; }
-
-template <class W>
-OCTAVO_INLINE int64_t panel_size(int64_t k) {
-  return (__is_same(W, bf16) ? (k + 1) / 2 * 2 : k) * kPanel;
-}
-
-// Rows [first, first + count) of a weight into their places; rows beyond `n` of the last panel and the odd input that a
-// pair lacks become zeros.
-template <class W>
-void pack_rows_typed(const W* weight, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k, W* panels) {
-  constexpr int64_t kPart = 64;  // so that the part of the panel being filled stays in the first-level cache
-  const int64_t last = first + count == n ? (n + kPanel - 1) / kPanel * kPanel : first + count;
-  const int64_t depth = panel_size<W>(k) / kPanel;
-  for (int64_t from = first; from < last;) {
-    const int64_t to = least(last, (from / kPanel + 1) * kPanel);
-    W* panel = panels + from / kPanel * panel_size<W>(k);
-    for (int64_t start = 0; start < depth; start += kPart) {
-      const int64_t end = least(depth, start + kPart), full = least(k, end);
-      for (int64_t row = from; row < to; ++row) {
-        const int64_t j = row % kPanel;
-        const W* source = weight + (row - first) * stride;
-        int64_t i = row < n ? start : end;
-        for (; i < full; ++i) panel[place<W>(i, j)] = source[i];
-        for (i = row < n ? i : start; i < end; ++i) memset(panel + place<W>(i, j), 0, sizeof(W));
-      }
-    }
-    from = to;
-  }
-}
-
-template <class W, class Out>
-void unpack(const W* panels, int64_t k, const int64_t* ids, int64_t count, Out* out) {
-  for (int64_t r = 0; r < count; ++r) {
-    const W* from = panels + ids[r] / kPanel * panel_size<W>(k);
-    const int64_t j = ids[r] % kPanel;
-    for (int64_t i = 0; i < k; ++i) narrow(widen(from[place<W>(i, j)]), out + r * k + i);
-  }
-}
-
-// acc[r][.] over `depth` values of k for MR rows and NP panels (panel_stride apart), from pairs: the even input of eight outputs is a shift away, the odd one a mask.
-template <int MR, int NP, bool Prefetch>
-OCTAVO_INLINE void tile_pairs(const float* x, int64_t ldx, const bf16* w, int64_t panel_stride, int64_t depth,
-                        f8 (&acc)[MR][2 * NP]) {
-  for (int64_t i = 0; i < depth; i += 2) {
-    i8 words[2 * NP];
-#pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p) {
-      if (Prefetch) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
-      memcpy(&words[2 * p], w + p * panel_stride, 32);
-      memcpy(&words[2 * p + 1], w + p * panel_stride + 16, 32);
-    }
-    w += 2 * kPanel;
-    f8 b[2 * NP];
-#pragma GCC unroll 8
-    for (int c = 0; c < 2 * NP; ++c) b[c] = as_float(words[c] << 16);
-#pragma GCC unroll 6
-    for (int r = 0; r < MR; ++r) {
-      const f8 a = splat(x[r * ldx + i]);
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
-    if (i + 1 == depth) return;
-#pragma GCC unroll 8
-    for (int c = 0; c < 2 * NP; ++c) b[c] = as_float(words[c] & splat_int((int32_t)0xFFFF0000));
-#pragma GCC unroll 6
-    for (int r = 0; r < MR; ++r) {
-      const f8 a = splat(x[r * ldx + i + 1]);
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
-  }
-}
-
-// acc[r][.] over `depth` values of k for MR rows and NP panels (panel_stride apart).
-template <int MR, int NP, bool Prefetch, class W>
-OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_stride, int64_t depth,
-                        f8 (&acc)[MR][2 * NP]) {
-  if constexpr (__is_same(W, bf16)) return tile_pairs<MR, NP, Prefetch>(x, ldx, w, panel_stride, depth, acc);
-  constexpr int kStep = 64 / (kPanel * (int)sizeof(W));  // rows of a panel in a cache line
-  for (int64_t i = 0; i < depth; ++i) {
-    if (Prefetch && (kStep <= 1 || i % kStep == 0)) {
-#pragma GCC unroll 4
-      for (int p = 0; p < NP; ++p) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
-    }
-    f8 b[2 * NP];
-#pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p) b[2 * p] = load(w + p * panel_stride), b[2 * p + 1] = load(w + p * panel_stride + 8);
-    w += kPanel;
-#pragma GCC unroll 6
-    for (int r = 0; r < MR; ++r) {
-      const f8 a = splat(x[r * ldx + i]);
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
-  }
-}
 
 template <class Out>
 OCTAVO_INLINE void put_typed(Out* y, int64_t columns, f8 low, f8 high) {
@@ -184,30 +79,31 @@ OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
 // A few rows: each panel is read once, straight from memory into registers.
 template <int MR, int NP, class W>
 OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t panel) {
-  f8 total[MR][2 * NP];
+  vec total[MR][kParts * NP];
   for (int r = 0; r < MR; ++r)
-    for (int c = 0; c < 2 * NP; ++c) total[r][c] = splat(0);
+    for (int c = 0; c < kParts * NP; ++c) total[r][c] = splat_wide(0);
   const int64_t panel_stride = panel_size<W>(a.k);
   const W* w = (const W*)a.weight + panel * panel_stride;
   for (int64_t i = 0; i < a.k; i += kDepth) {
-    f8 acc[MR][2 * NP];
+    vec acc[MR][kParts * NP];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 8
-      for (int c = 0; c < 2 * NP; ++c) acc[r][c] = splat(0);
+      for (int c = 0; c < kParts * NP; ++c) acc[r][c] = splat_wide(0);
     tile<MR, NP, true>(x + i, ldx, w + i * kPanel, panel_stride, least(kDepth, a.k - i), acc);
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 8
-      for (int c = 0; c < 2 * NP; ++c) total[r][c] = total[r][c] + acc[r][c];
+      for (int c = 0; c < kParts * NP; ++c) total[r][c] = total[r][c] + acc[r][c];
   }
   for (int p = 0; p < NP; ++p) {
     const int64_t column = (panel + p) * kPanel;
     f8 low = splat(0), high = splat(0);
     if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
     for (int r = 0; r < MR; ++r) {
-      const f8 l = a.bias ? total[r][2 * p] + low : total[r][2 * p];
-      const f8 h = a.bias ? total[r][2 * p + 1] + high : total[r][2 * p + 1];
+      const vec* parts = total[r] + kParts * p;
+      const f8 l = a.bias ? low_half(parts) + low : low_half(parts);
+      const f8 h = a.bias ? high_half(parts) + high : high_half(parts);
       put(a, r, column, l, h);
     }
   }
@@ -220,37 +116,42 @@ void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t be
   for (; p < end; ++p) few_rows<MR, 1, W>(a, x, ldx, p);
 }
 
-// Registers: rows x panels x 2 accumulators, at least 8 (two FMA units, four cycles each), at most 12.
+// Registers: rows x panels x parts sums, where there are enough at least 8 (two FMA units, four cycles), at most 12.
 template <class W>
 void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
   switch (a.m) {
     case 1: return few_rows_range<1, 4, W>(a, x, ldx, begin, end);
-    case 2: return few_rows_range<2, 2, W>(a, x, ldx, begin, end);
-    case 3: return few_rows_range<3, 2, W>(a, x, ldx, begin, end);
-    case 4: return few_rows_range<4, 1, W>(a, x, ldx, begin, end);
-    case 5: return few_rows_range<5, 1, W>(a, x, ldx, begin, end);
-    default: return few_rows_range<6, 1, W>(a, x, ldx, begin, end);
+    case 2: return few_rows_range<2, kParts == 1 ? 4 : 2, W>(a, x, ldx, begin, end);
+    case 3: return few_rows_range<3, kParts == 1 ? 4 : 2, W>(a, x, ldx, begin, end);
+    case 4: return few_rows_range<4, 2 / kParts, W>(a, x, ldx, begin, end);
+    case 5: return few_rows_range<5, 2 / kParts, W>(a, x, ldx, begin, end);
+    default: return few_rows_range<6, 2 / kParts, W>(a, x, ldx, begin, end);
   }
 }
 
 // Many rows, one slice of k: c[MR][16] (+)= x w. `c` is dense scratch: a column of y would hit one cache set.
 template <int MR>
 void slice_tile(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, float* c) {
-  f8 acc[MR][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = splat(0);
+  vec acc[MR][kParts];
+#pragma GCC unroll 12
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kParts; ++v) acc[r][v] = splat_wide(0);
   tile<MR, 1, false>(x, ldx, w, 0, depth, acc);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) {
-    store(c + r * kPanel, (first ? splat(0) : load(c + r * kPanel)) + acc[r][0]);
-    store(c + r * kPanel + 8, (first ? splat(0) : load(c + r * kPanel + 8)) + acc[r][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kParts; ++v) {
+      float* to = c + r * kPanel + v * kLanes;
+      store_wide(to, (first ? splat_wide(0) : load_wide(to)) + acc[r][v]);
+    }
   }
 }
 
 void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, int64_t rows, float* c) {
   for (int64_t r = 0; r < rows;) {
     const int64_t left = rows - r;
-    // 7 to 11 rows are cut in halves: a tile of one row or two would wait for its own sums.
+    // One to two tiles of rows are cut in halves: a tile of one row or two would wait for its own sums.
     const int64_t height = left <= kRowTile ? left : left < 2 * kRowTile ? (left + 1) / 2 : kRowTile;
     switch (height) {
       case 1: slice_tile<1>(x, ldx, w, depth, first, c); break;
@@ -258,7 +159,15 @@ void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool
       case 3: slice_tile<3>(x, ldx, w, depth, first, c); break;
       case 4: slice_tile<4>(x, ldx, w, depth, first, c); break;
       case 5: slice_tile<5>(x, ldx, w, depth, first, c); break;
-      default: slice_tile<6>(x, ldx, w, depth, first, c);
+      case 6: slice_tile<6>(x, ldx, w, depth, first, c); break;
+#if defined(OCTAVO_WIDE)
+      case 7: slice_tile<7>(x, ldx, w, depth, first, c); break;
+      case 8: slice_tile<8>(x, ldx, w, depth, first, c); break;
+      case 9: slice_tile<9>(x, ldx, w, depth, first, c); break;
+      case 10: slice_tile<10>(x, ldx, w, depth, first, c); break;
+      case 11: slice_tile<11>(x, ldx, w, depth, first, c); break;
+      default: slice_tile<12>(x, ldx, w, depth, first, c);
+#endif
     }
     r += height, x += height * ldx, c += height * kPanel;
   }
@@ -310,7 +219,7 @@ void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_
 template <class W>
 void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
-  if (a.m <= kRowTile) {
+  if (a.m <= octavo::kFewRows) {
     const int64_t chunk = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
     const int64_t chunks = (panels + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
@@ -356,33 +265,6 @@ bool linear(const LinearArgs& a) {
   }
   free(copy);
   return true;
-}
-
-void pack_rows(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
-               void* panels) {
-  switch (type) {
-    case DType::f32: return pack_rows_typed((const float*)rows, stride, first, count, n, k, (float*)panels);
-    case DType::bf16: return pack_rows_typed((const bf16*)rows, stride, first, count, n, k, (bf16*)panels);
-    case DType::f16: return pack_rows_typed((const f16*)rows, stride, first, count, n, k, (f16*)panels);
-  }
-}
-
-template <class W>
-void unpack_typed(const void* panels, int64_t k, const int64_t* ids, int64_t count, void* out, DType out_type) {
-  switch (out_type) {
-    case DType::f32: return unpack((const W*)panels, k, ids, count, (float*)out);
-    case DType::bf16: return unpack((const W*)panels, k, ids, count, (bf16*)out);
-    case DType::f16: return unpack((const W*)panels, k, ids, count, (f16*)out);
-  }
-}
-
-void unpack_rows(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
-                 DType out_type) {
-  switch (type) {
-    case DType::f32: return unpack_typed<float>(panels, k, ids, count, out, out_type);
-    case DType::bf16: return unpack_typed<bf16>(panels, k, ids, count, out, out_type);
-    case DType::f16: return unpack_typed<f16>(panels, k, ids, count, out, out_type);
-  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "loading.h"
 #include "memory.h"
 #include "planner.h"
+#include "processor.h"
 #include "sampling.h"
 
 #include <nanobind/nanobind.h>
@@ -31,25 +32,14 @@ const KernelTable* kernels = nullptr;
 
 std::vector<std::string> instruction_sets() {  // best first
   std::vector<std::string> names;
-#if defined(OCTAVO_HAVE_AVX2)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    names.push_back("avx2");
-#endif
-  names.push_back("portable");
+  for (const InstructionSet& set : available_sets()) names.push_back(set.name);
   return names;
 }
 
 void use(const std::string& name) {
-  for (const auto& known : instruction_sets()) {
-    if (known != name) continue;
-#if defined(OCTAVO_HAVE_AVX2)
-    if (name == "avx2") {
-      kernels = &avx2_kernels();
-      return;
-    }
-#endif
-    kernels = &portable_kernels();
+  for (const InstructionSet& set : available_sets()) {
+    if (name != set.name) continue;
+    kernels = &set.kernels();
     return;
   }
   throw std::invalid_argument("instruction set " + name + " is not built in or not on this processor");

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.native_support import instruction_sets, instructions
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
 from octavo.kernels.ops import StoredRows
@@ -23,16 +24,11 @@ NUMBER = {name: number for number, name in TYPE_NAMES.items()}
 SCALES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 
-@pytest.fixture(params=["avx2", "portable"])
+@pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    from octavo.kernels.cpu.loader import native
-
-    module, before = native(), native().in_use()
-    if request.param not in module.instruction_sets():
-        pytest.skip(f"{request.param} is not built in or not on this processor")
-    module.use(request.param)
-    yield request.param
-    module.use(before)
+    """Every instruction set of the processor."""
+    with instructions(request.param):
+        yield request.param
 
 
 def stored_bytes(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:

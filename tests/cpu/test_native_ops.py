@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def ops(dtype: torch.dtype = torch.float32) -> cpu.NativeOps:
     return cpu.NativeOps(dtype)
 
 
+def rounds_inputs(dtype: torch.dtype, in_features: int) -> bool:
+    """Tiles multiply bfloat16 by bfloat16: x is rounded first, and rounding is not what the tests are about."""
+    return cpu.instruction_set() == "amx" and dtype == torch.bfloat16 and in_features % 32 == 0
+
+
 def strided(rows: int, width: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """[rows, width] inside a wider NaN tensor: reading past a row shows."""
     wide = torch.full((rows, width + 5), float("nan"), dtype=dtype)
@@ -55,6 +61,8 @@ def test_linear_is_right_and_a_row_never_changes(shape: tuple[int, int], dtype: 
     offset = torch.randn(out_features, generator=torch.Generator().manual_seed(2)) if bias else None
     linear = ops(dtype).linear(weight, offset)
     x = strided(200, in_features, seed=3)
+    if rounds_inputs(dtype, in_features):
+        x = x.bfloat16().float()
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     every = linear(x)
     bound = 2e-6 * (x.abs().double() @ weight.abs().double().T).max()
@@ -255,3 +263,63 @@ def test_argmax_of_a_product_with_nan_and_infinities(rows: int) -> None:
     assert ids.tolist() == [100] * rows and (values == float("inf")).all()
     ids, values = ops().linear(torch.full((400, 16), float("-inf"))).argmax(x)
     assert ids.tolist() == [0] * rows and (values == float("-inf")).all()
+
+
+# -- choosing an instruction set ------------------------------------------------------------------------------------
+
+
+def test_the_check_at_start_passes_for_what_is_there_and_sees_what_is_wrong() -> None:
+    from octavo.kernels.cpu.loader import native
+    from octavo.kernels.cpu.self_check import differs
+
+    module, before = native(), native().in_use()
+    try:
+        for name in module.instruction_sets():
+            assert differs(module, name) == ""
+            assert module.in_use() == name
+        broken = Broken(module, "norm")
+        assert differs(broken, before) == "a norm"
+        assert "product of 1 rows" in differs(Broken(module, "PackedWeight"), before)
+    finally:
+        module.use(before)
+
+
+def test_an_instruction_set_that_is_wrong_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.kernels.cpu import loader
+
+    module, before = loader.native(), loader.native().in_use()
+    try:
+        assert loader._settle(module) == ""
+        assert module.in_use() == module.instruction_sets()[0]
+        monkeypatch.setattr(loader, "UNPROVEN", (module.instruction_sets()[0],))
+        problem = loader._settle(Broken(module, "norm"))
+        if len(module.instruction_sets()) > 1:
+            assert "get a norm wrong" in problem and module.in_use() == module.instruction_sets()[1]
+    finally:
+        module.use(before)
+
+
+class Broken:
+    """The compiled module, but for one function that leaves its output as it was on all but the portable kernels."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._module, name)
+        if name != self._name or self._module.in_use() == "portable":
+            return real
+        if name == "PackedWeight":
+            return lambda *shape: _NoProduct(real(*shape))
+        return lambda *arguments: None
+
+
+class _NoProduct:
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
+
+    def pack(self, *arguments: Any) -> None:
+        self._packed.pack(*arguments)
+
+    def run(self, *arguments: Any) -> None:
+        """Writes nothing."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.native_support import threads
+from helpers.native_support import instruction_sets, instructions, threads
 from helpers.paged import fresh_seed
 from octavo.core.step import SequenceStart
 from octavo.kernels import cpu
@@ -41,17 +41,11 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["avx2", "portable"])
+@pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on one instruction set; what the processor lacks is skipped."""
-    from octavo.kernels.cpu.loader import native
-
-    module, before = native(), native().in_use()
-    if request.param not in module.instruction_sets():
-        pytest.skip(f"{request.param} is not built in or not on this processor")
-    module.use(request.param)
-    yield request.param
-    module.use(before)
+    """Every instruction set of the processor."""
+    with instructions(request.param):
+        yield request.param
 
 
 def draws_for(vocab: int, rows: int, seed: int, beams: int = 0) -> list[Draw]:

@@ -1,7 +1,8 @@
 """Native CPU kernels (C++), chosen when they are built and fit the model; else the torch path runs.
 
 Importing this package loads neither torch nor the compiled module; the first question does. It knows no step and no
-request. Environment: OCTAVO_ISA = portable | avx2 forces an instruction set (default: the best of the processor).
+request. Environment: OCTAVO_ISA = portable | avx2 | avx512 | amx forces an instruction set (default: the best of the
+processor that passes a check at start).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def why_unavailable(cache: KVCache | None = None, spec: ModelSpec | None = None)
 
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx2" or "portable"; "" when the kernels are not built."""
+    """The instruction set in use: "amx", "avx512", "avx2" or "portable"; "" when the kernels are not built."""
     from octavo.kernels.cpu.loader import native, problem
 
     return "" if problem() else str(native().in_use())

@@ -8,6 +8,7 @@ would spin against each other.)
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from octavo.errors import ConfigError
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Instruction sets that are tested in emulation only, and so are checked at start.
+UNPROVEN = ("avx512", "amx")
 _LOSS = "attention and matrix products then run through torch: the same answers, several times slower"
 
 
@@ -37,7 +40,23 @@ def _load() -> tuple[Any, str]:
         if wanted not in known:
             raise ConfigError(f"OCTAVO_ISA={wanted!r}: this build and processor offer {', '.join(known)}")
         module.use(wanted)
+    elif problem := _settle(module):
+        warnings.warn(problem, stacklevel=2)
     return module, ""
+
+
+def _settle(module: Any) -> str:
+    """Use the best instruction set that computes what the portable kernels do; what was wrong with a better one."""
+    from octavo.kernels.cpu.self_check import differs
+
+    problems = []
+    for name in module.instruction_sets():
+        wrong = differs(module, name) if name in UNPROVEN else ""
+        module.use(name)
+        if not wrong:
+            break
+        problems.append(f"the {name} kernels get {wrong} wrong on this processor")
+    return "" if not problems else f"{'; '.join(problems)}: {module.in_use()} is used instead. Please report this"
 
 
 def problem() -> str:

@@ -1,0 +1,87 @@
+// The tile instructions of AMX, or the same in plain C++ (OCTAVO_EMULATE) where a processor has none: so that kernels
+// written for them run in tests anywhere. Eight tiles, each up to 16 rows of 64 bytes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if !defined(OCTAVO_EMULATE)
+#include <immintrin.h>
+#else
+#include <math.h>
+#endif
+
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
+};
+
+#if defined(OCTAVO_EMULATE)
+
+struct EmulatedTile {
+  int rows = 0, bytes = 0;
+  uint8_t data[16][64];
+};
+thread_local EmulatedTile tiles[8];
+
+inline void load_config(const TileConfig& c) {
+  for (int t = 0; t < 8; ++t) {
+    tiles[t].rows = c.palette == 1 && c.rows[t] <= 16 ? c.rows[t] : 0;
+    tiles[t].bytes = c.bytes[t] <= 64 ? c.bytes[t] : 0;
+    memset(tiles[t].data, 0xA5, sizeof tiles[t].data);
+  }
+}
+inline void release_tiles() {
+  for (EmulatedTile& t : tiles) t.rows = t.bytes = 0;
+}
+inline void zero_tile(int t) { memset(tiles[t].data, 0, sizeof tiles[t].data); }
+inline void load_tile(int t, const void* from, int64_t stride) {
+  for (int r = 0; r < tiles[t].rows; ++r) memcpy(tiles[t].data[r], (const char*)from + r * stride, tiles[t].bytes);
+}
+inline void store_tile(int t, void* to, int64_t stride) {
+  for (int r = 0; r < tiles[t].rows; ++r) memcpy((char*)to + r * stride, tiles[t].data[r], tiles[t].bytes);
+}
+inline float emulated_bf16(const uint8_t* p) {
+  uint16_t half;
+  memcpy(&half, p, 2);
+  const uint32_t bits = (uint32_t)half << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+// Even and odd inputs in two chains of fused multiply-adds from zero; their sum is added to the tile (Intel's manual).
+inline void multiply_tiles(int c, int a, int b) {
+  for (int m = 0; m < tiles[c].rows; ++m) {
+    for (int n = 0; n < tiles[c].bytes / 4; ++n) {
+      float even = 0, odd = 0, sum;
+      for (int k = 0; k < tiles[a].bytes / 4; ++k) {
+        even = fmaf(emulated_bf16(tiles[a].data[m] + 4 * k), emulated_bf16(tiles[b].data[k] + 4 * n), even);
+        odd = fmaf(emulated_bf16(tiles[a].data[m] + 4 * k + 2), emulated_bf16(tiles[b].data[k] + 4 * n + 2), odd);
+      }
+      memcpy(&sum, tiles[c].data[m] + 4 * n, 4);
+      sum += even + odd;
+      memcpy(tiles[c].data[m] + 4 * n, &sum, 4);
+    }
+  }
+}
+
+#else
+
+inline void load_config(const TileConfig& c) {
+  // Some compilers (GCC 12) believe that the instruction reads eight bytes only, and drop the stores of the others.
+  __asm__ volatile("" : : "r"(&c), "m"(c) : "memory");
+  _tile_loadconfig(&c);
+}
+inline void release_tiles() { _tile_release(); }
+// Tile numbers are part of the instruction: macros, so that they stay constants without optimisation too.
+#define zero_tile(t) _tile_zero(t)
+#define load_tile(t, from, stride) _tile_loadd(t, from, stride)
+#define store_tile(t, to, stride) _tile_stored(t, to, stride)
+#define multiply_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
+
+#endif
+
+}  // namespace

@@ -1,0 +1,18 @@
+// The kernels, compiled for AVX-512 (F, BW, DQ, VL): the products with sixteen lanes, the rest with more registers. See kernels.h for what a kernel file must not do.
+#define OCTAVO_WIDE
+
+#include "attention.h"
+#include "dequantize.h"
+#include "elementwise.h"
+#include "kernels.h"
+#include "linear.h"
+#include "vocabulary.h"
+
+namespace octavo {
+
+const KernelTable& avx512_kernels() {
+  static constexpr KernelTable table = {"avx512", pack_rows, load_rows, unpack_rows, linear, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
+  return table;
+}
+
+}  // namespace octavo

@@ -1,0 +1,82 @@
+"""Whether an instruction set computes what the portable kernels do, on small random input, before it is used.
+
+The kernels for AVX-512 and AMX are tested in emulation and can meet a processor nobody has run them on. A few hundred
+microseconds at start are cheap against wrong answers: what differs is not used, and the caller says so. The inputs are
+bfloat16 numbers, so that tiles, which round to bfloat16, have nothing to round. It picks nothing itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Sums of 64 products of numbers near one, in float32, in two orders.
+TOLERANCE = 1e-4
+
+
+def differs(module: Any, name: str) -> str:
+    """What `name` gets wrong, or "". Leaves `name` in use."""
+    generator = torch.Generator().manual_seed(20)
+    for kind in (_products, _attention, _weights):
+        module.use("portable")
+        state = generator.get_state()
+        right = kind(module, generator)
+        module.use(name)
+        generator.set_state(state)
+        found = kind(module, generator)
+        for what, expected in right.items():
+            if not torch.allclose(found[what], expected, rtol=TOLERANCE, atol=TOLERANCE):
+                return what
+    return ""
+
+
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).bfloat16().float()
+
+
+def _products(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Three weight types, from one row to more than a tile of them, two sizes of panels."""
+    results = {}
+    for code, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        weight = _random(generator, 150, 64).to(dtype)
+        packed = module.PackedWeight(code, 150, 64)
+        packed.pack(weight.data_ptr(), 64)
+        for rows in (1, 5, 16, 17, 40):
+            x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
+            packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
+            results[f"a product of {rows} rows with {dtype} weights"] = out
+    return results
+
+
+def _attention(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A prompt and a decoding row over blocks of 16, two query heads to a key head."""
+    results = {}
+    for code, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        kv = _random(generator, 8, 1, 2, 1, 16, 32).to(dtype)
+        attention = module.Attention(kv.data_ptr(), code, 8, 1, 1, 16, 32, 2, 0.2, 0.0, [0], 0, 0)
+        start, context = torch.tensor([0, 20, 21], dtype=torch.int32), torch.tensor([20, 70], dtype=torch.int32)
+        table = torch.tensor([[3, 1, 0, 0, 0], [7, 2, 5, 0, 4]], dtype=torch.int32)
+        query, out = _random(generator, 21, 2, 32), torch.full((21, 2, 32), float("nan"))
+        attention.plan(start.data_ptr(), context.data_ptr(), 2, 80)
+        attention.attend(0, 0, table.data_ptr(), 5, query.data_ptr(), 64, out.data_ptr(), 0)
+        results[f"attention over {dtype} keys and values"] = out
+    return results
+
+
+def _weights(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Norm, gated activation, and the draws and log-probabilities of a row of logits."""
+    x, out, weight = _random(generator, 3, 80), torch.full((3, 80), float("nan")), _random(generator, 80)
+    module.norm(x.data_ptr(), 80, 0, 0, out.data_ptr(), 3, 80, weight.data_ptr(), 1e-6, 0)
+    results = {"a norm": out}
+    for kind, name in enumerate(("silu", "gelu_tanh", "gelu")):
+        gated = torch.full((3, 40), float("nan"))
+        module.gate(x.data_ptr(), 80, gated.data_ptr(), 3, 40, kind, 0)
+        results[name] = gated
+    logits = _random(generator, 1300)
+    sampling = module.Sampling(1300)
+    sampling.scan([logits.data_ptr()])
+    draws = sampling.draw([(0, 1.0, 0, 1.0, 0.0, 0.3), (0, 0.7, 0, 0.9, 0.0, 0.6), (0, 1.0, 50, 1.0, 0.01, 0.9)])
+    results["a draw"] = torch.tensor(draws, dtype=torch.float32)
+    results["log-probabilities"] = torch.tensor(sampling.logprobs([0], [5], [4])[0][1])
+    return results
