@@ -21,12 +21,9 @@ else stays awake. Not for engines: the tokens of resting sequences come from `sc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from heapq import heappop, heappush
-from itertools import count
 
 from octavo.core.kv_layout import KVLayout
+from octavo.core.rests import Rest, Rests, Why
 from octavo.core.rounds import Round, SequenceNews, work_of
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, RequestState, Sequence
@@ -38,25 +35,6 @@ from octavo.errors import InternalError
 Script = Callable[[Request, int, int], list[int]]
 
 
-class _Why(Enum):
-    """What is due. DECISION: its end, or another way of reading; it must be awake."""
-
-    TAKE = "its block is full: it takes another one"
-    PUBLISH = "it fills its block"
-    DECISION = "anything else"
-
-
-@dataclass(slots=True, eq=False)
-class _Rest:
-    """After step s the sequence has `offset + s` tokens. In step `wake` something is due for it."""
-
-    seq: Sequence
-    offset: int
-    full: int  # it is longer than so many of the windows, smallest first
-    wake: int = 0
-    why: _Why = _Why.TAKE
-
-
 class RestingScheduler(Scheduler):
     """`Scheduler` whose quiet sequences rest. `script` says what resting sequences draw; rest=False: nobody rests."""
 
@@ -64,9 +42,7 @@ class RestingScheduler(Scheduler):
         super().__init__(settings, layout)
         self._script = script
         self._awake: dict[Request, None] = {}
-        self._resting: dict[Sequence, _Rest] = {}
-        self._alarms: list[tuple[int, int, _Rest]] = []  # (step, ticket, who)
-        self._tickets = count()
+        self._rests = Rests(layout, publishes=settings.enable_prefix_caching)
         self._completed = 0  # steps that have reported back
         self._quiet = False  # the step being computed has nobody awake
         # Without a token for everybody in each step, who gets one is a decision.
@@ -74,12 +50,7 @@ class RestingScheduler(Scheduler):
         alone = settings.max_in_flight == 1 and getattr(settings, "speculation", None) is None
         self._may_rest = rest and budget_for_all and alone
         #: Distinct windows of the layers, smallest first, None (sees all) last; the order of `resting_reads`.
-        self.windows: list[int | None] = sorted(
-            {g.window for g in layout.groups}, key=lambda w: (w is None, w if w is not None else 0)
-        )
-        self._full = [0] * len(self.windows)  # per window: resting sequences longer than it
-        self._growing = [0] * len(self.windows)  # per window: the others,
-        self._offsets = [0] * len(self.windows)  # and the sum of their offsets
+        self.windows = self._rests.windows
         self._only_decoding = True
         self._kept_out: Request | None = None  # the head of the queue, judged, and nothing has changed since
         self._shortage: str | None = None  # what counted it
@@ -90,31 +61,27 @@ class RestingScheduler(Scheduler):
 
     @property
     def num_resting(self) -> int:
-        return len(self._resting)
+        return len(self._rests)
 
     def is_resting(self, seq: Sequence) -> bool:
-        return seq in self._resting
+        return seq in self._rests
 
     def resting_reads(self, ahead: int = 0) -> list[int]:
         """Per entry of `windows`: positions that all resting sequences together read in the step planned last.
 
         ahead: of so many steps later, as far as nobody is woken before.
         """
-        step = self._step - 1 + ahead
-        return [
-            self._offsets[i] + self._growing[i] * step + (window or 0) * self._full[i]
-            for i, window in enumerate(self.windows)
-        ]
+        return self._rests.reads(self._step + ahead)
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def _work(self, round_: Round) -> list[tuple[Sequence, int]]:
         """Of the awake ones, oldest request first; everybody who rests has its token of the budget already."""
-        due = self._due(self._step)
+        due = self._rests.due(self._step)
         if due and not self._take_asleep(due):
             for rest in due:
                 self._wake(rest)
-        round_.budget -= len(self._resting)
+        round_.budget -= len(self._rests)
         awake = sorted(self._awake, key=_key)
         work = [item for request in awake for item in work_of(request)]
         self._only_decoding = all(missing == 1 and s.num_computed >= s.prompt_len for s, missing in work)
@@ -155,17 +122,17 @@ class RestingScheduler(Scheduler):
 
     def _commit(self, round_: Round) -> StepPlan:
         self.stalled = [s for s in self.stalled if s not in round_.decided and s.num_output > 0]
-        if self._resting and not (round_.decided or self._ends or self.memory.has_transfers):
+        if self._rests and not (round_.decided or self._ends or self.memory.has_transfers):
             self._quiet = True
-            self.counters.count_step(len(self._resting), self.memory.pool.num_used)
+            self.counters.count_step(len(self._rests), self.memory.pool.num_used)
             self.memory.pool.clock = self._step
             return StepPlan(self._step, ())
-        self.counters.computed_tokens += len(self._resting)
+        self.counters.computed_tokens += len(self._rests)
         return super()._commit(round_)
 
     def _preempt(self, victim: Request, round_: Round) -> None:
         for seq in victim.live():
-            if (rest := self._resting.get(seq)) is not None:
+            if (rest := self._rests.get(seq)) is not None:
                 self._wake(rest)
                 round_.budget += 1
                 if seq.num_output > 0:
@@ -194,8 +161,9 @@ class RestingScheduler(Scheduler):
         self._completed = self._step
         if self._may_rest:
             for item in news:  # who drew nothing is not decoding yet, or not again
-                if _is_plain(item.sequence.request):
-                    self._lay_down(item.sequence.request)
+                seq = item.sequence
+                if _is_plain(seq.request) and self._rests.lay_down(seq, self._step):
+                    del self._awake[seq.request]
         return news
 
     def _publications(self) -> list[tuple[Sequence, int]]:
@@ -216,7 +184,7 @@ class RestingScheduler(Scheduler):
     # -- departures --------------------------------------------------------------------------------------------------
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        if (rest := self._resting.get(seq)) is not None:
+        if (rest := self._rests.get(seq)) is not None:
             self._wake(rest)
         self._kept_out = None
         super().finish(seq, reason, stop_reason)
@@ -227,58 +195,12 @@ class RestingScheduler(Scheduler):
 
     # -- resting -----------------------------------------------------------------------------------------------------
 
-    def _lay_down(self, request: Request) -> None:
-        """Let the request rest if nothing is due for it in the next step."""
-        seq = request.sequences[0]
-        known = len(seq.token_ids)
-        if seq.num_computed != known - 1:
-            return
-        full = 0
-        while full < len(self.windows) and (window := self.windows[full]) is not None and known > window:
-            full += 1
-        rest = _Rest(seq, known - self._step, full)
-        self._plan_alarm(rest)
-        if rest.wake <= self._step + (rest.why is _Why.DECISION):
-            return
-        del self._awake[request]
-        self._resting[seq] = rest
-        self._tally(rest, 1)
-        heappush(self._alarms, (rest.wake, next(self._tickets), rest))
-
-    def _plan_alarm(self, rest: _Rest) -> None:
-        """When something is due for it, and what. In step s it computes position offset + s - 2."""
-        seq, offset = rest.seq, rest.offset
-        rest.why, wake = _Why.TAKE, seq.writable_until + 2 - offset
-        if self.memory.cache is not None:
-            full = (seq.num_published + 1) * self.memory.layout.block_size + 1 - offset
-            if full < wake:
-                rest.why, wake = _Why.PUBLISH, full
-        decision = seq.request.max_len - offset
-        if rest.full < len(self.windows) and (window := self.windows[rest.full]) is not None:
-            decision = min(decision, window + 2 - offset)
-        if decision <= wake:
-            rest.why, wake = _Why.DECISION, decision
-        rest.wake = wake
-
-    def _set_alarm(self, rest: _Rest) -> None:
-        self._plan_alarm(rest)
-        heappush(self._alarms, (rest.wake, next(self._tickets), rest))
-
-    def _tally(self, rest: _Rest, sign: int) -> None:
-        for i in range(len(self.windows)):
-            if i < rest.full:
-                self._full[i] += sign
-            else:
-                self._growing[i] += sign
-                self._offsets[i] += sign * rest.offset
-
-    def _wake(self, rest: _Rest) -> None:
-        del self._resting[rest.seq]
-        self._tally(rest, -1)
+    def _wake(self, rest: Rest) -> None:
+        self._rests.take_up(rest)
         self._bring_up_to_date(rest)
         self._awake[rest.seq.request] = None
 
-    def _bring_up_to_date(self, rest: _Rest) -> None:
+    def _bring_up_to_date(self, rest: Rest) -> None:
         seq = rest.seq
         known, now = len(seq.token_ids), rest.offset + self._completed
         if now == known:
@@ -290,26 +212,17 @@ class RestingScheduler(Scheduler):
 
     def sync(self) -> None:
         """Bring the counters of everybody who rests up to date, for views, audits and tests."""
-        for rest in self._resting.values():
+        for rest in self._rests:
             self._bring_up_to_date(rest)
 
     # -- what happens asleep -----------------------------------------------------------------------------------------
 
-    def _due(self, step: int) -> list[_Rest]:
-        """Who is due in that step; their alarms are gone."""
-        due = []
-        while self._alarms and self._alarms[0][0] <= step:
-            rest = heappop(self._alarms)[2]
-            if self._resting.get(rest.seq) is rest:
-                due.append(rest)
-        return due
-
-    def _take_asleep(self, due: list[_Rest]) -> bool:
+    def _take_asleep(self, due: list[Rest]) -> bool:
         """Let all that are due take their next block where they lie, if that is all and needs no decision.
 
         Blocks are there for all of them, and no awake sequence takes one before them in this step.
         """
-        if self._has_windows or any(rest.why is not _Why.TAKE for rest in due):
+        if self._has_windows or any(rest.why is not Why.TAKE for rest in due):
             return False
         if len(due) > self.memory.pool.num_available or any(self._takes_first(request) for request in self._awake):
             return False
@@ -322,14 +235,13 @@ class RestingScheduler(Scheduler):
         """Might the request take a block in the same pass as those who decode?"""
         return any(missing == 1 and s.num_computed >= s.writable_until for s, missing in work_of(request))
 
-    def _take(self, rest: _Rest) -> None:
-        seq = rest.seq
-        self._bring_up_to_date(rest)
-        self.memory.extend(seq, seq.num_computed, seq.num_computed + 1)
+    def _take(self, rest: Rest) -> None:
+        seq, position = rest.seq, rest.offset + self._completed - 1
+        self.memory.extend(seq, position, position + 1)
         seq.tables_changed = False
         for table in seq.tables:
             table.take_updates([])  # as the plan would have told the runner
-        self._set_alarm(rest)
+        self._rests.set_alarm(rest)
 
     def tend(self) -> bool:
         """Pass the next step, in which blocks are taken or published and nothing else is due; False if there is more.
@@ -337,14 +249,13 @@ class RestingScheduler(Scheduler):
         Only directly after all `quiet_steps` have passed.
         """
         step = self._step + 1
-        if not self.is_quiet() or self._has_windows or not self._alarms or self._alarms[0][0] != step:
+        if not self.is_quiet() or self._has_windows or self._rests.next_alarm() != step:
             return False
-        due = self._due(step)
-        takers = sorted((rest for rest in due if rest.why is _Why.TAKE), key=_age)
-        publishers = sorted((rest for rest in due if rest.why is _Why.PUBLISH), key=_age)
+        due = self._rests.due(step)
+        takers = sorted((rest for rest in due if rest.why is Why.TAKE), key=_age)
+        publishers = sorted((rest for rest in due if rest.why is Why.PUBLISH), key=_age)
         if len(takers) + len(publishers) < len(due) or len(takers) > self.memory.pool.num_available:
-            for rest in due:
-                heappush(self._alarms, (rest.wake, next(self._tickets), rest))
+            self._rests.put_back(due)
             return False
         if self.memory.cache is not None:
             self.memory.cache.step = step
@@ -357,29 +268,26 @@ class RestingScheduler(Scheduler):
             self.admission.computed(self.memory.publish(seq))
             if self._kept_out is not None and self._concerns(self._kept_out, seq, before):
                 self._kept_out = None
-            self._set_alarm(rest)
+            self._rests.set_alarm(rest)
         return True
 
     # -- many steps at once ------------------------------------------------------------------------------------------
 
     def is_quiet(self) -> bool:
         """Nobody is awake, on the way, or to be let in. (Rows that a runner should forget do not matter here.)"""
-        if self._awake or not self._resting or self._flights or self._quiet:
+        if self._awake or not self._rests or self._flights or self._quiet:
             return False
         if self._deadlines or self.memory.has_transfers:
             return False
         if not len(self.waiting):
             return True
-        return self.waiting.peek() is self._kept_out and len(self._resting) < self.settings.max_num_batched_tokens
+        return self.waiting.peek() is self._kept_out and len(self._rests) < self.settings.max_num_batched_tokens
 
     def quiet_steps(self) -> int:
         """In so many of the coming steps nothing is due, unless a request is added or ended before."""
         if not self.is_quiet():
             return 0
-        alarms = self._alarms
-        while self._resting.get(alarms[0][2].seq) is not alarms[0][2]:
-            heappop(alarms)
-        return max(0, alarms[0][0] - self._step - 1)
+        return max(0, self._rests.next_alarm() - self._step - 1)
 
     def skip(self, steps: int) -> None:
         """`steps` quiet steps have passed."""
@@ -391,7 +299,7 @@ class RestingScheduler(Scheduler):
     def _pass(self, steps: int) -> None:
         self._step += steps
         self._completed = self.memory.pool.clock = self._step
-        self.counters.count_step(len(self._resting), self.memory.pool.num_used, steps)
+        self.counters.count_step(len(self._rests), self.memory.pool.num_used, steps)
         if len(self.waiting):
             self._count_shortage(steps)
         self._ends.clear()
@@ -401,8 +309,8 @@ def _key(request: Request) -> tuple[float, int]:
     return request.key
 
 
-def _age(rest: _Rest) -> tuple[float, int]:
-    return rest.seq.request.key
+def _age(rest: Rest) -> tuple[float, int]:
+    return rest.age
 
 
 def _is_plain(request: Request) -> bool:
