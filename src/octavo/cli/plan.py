@@ -40,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--memory", type=byte_count, metavar="BYTES", help="of the device: 80GiB (CPU: this one's)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16; CPU: float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="KIND", help="as --dtype (auto), int8, int4, fp8")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--trace", metavar="FILE", help="lengths of the requests of a trace (CSV or JSONL)")
     load.add_argument("--lengths", metavar="TEXT", help=f"lengths from a distribution ({DEFAULT_LENGTHS})")
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             lengths=lengths,
             device=args.device,
             dtype=dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             utilization=args.gpu_memory_utilization,
             block_size=args.block_size,
             max_model_len=args.max_model_len,

@@ -36,7 +36,8 @@ def plan_lines(plan: Plan, name: str, lengths: str) -> list[str]:
         lines.append(f"  {plan.cut_requests} of {len(ask.lengths)} requests are longer than max_model_len and are cut")
     lines += ["", "recommended", *(f"  {setting}={value}" for setting, value in plan.recommended.items())]
     options = " ".join(f"--{setting.replace('_', '-')} {value}" for setting, value in plan.recommended.items())
-    lines.append(f"  octavo serve --model {name} --dtype {ask.dtype} {options}")
+    kv = "" if ask.kv_cache_dtype == "auto" else f" --kv-cache-dtype {ask.kv_cache_dtype}"
+    lines.append(f"  octavo serve --model {name} --dtype {ask.dtype}{kv} {options}")
     lines += ["", f"with the settings asked {plan.now} sequences run at once"]
     if best is None:
         lines.append("no single change lets more of them in")
@@ -69,6 +70,7 @@ def plan_as_json(plan: Plan, name: str) -> dict[str, Any]:
         "model": name,
         "device": ask.device,
         "dtype": ask.dtype,
+        "kv_cache_dtype": ask.kv_cache_dtype,
         "settings": {
             "block_size": ask.block_size,
             "max_num_seqs": ask.max_num_seqs,
