@@ -5,7 +5,7 @@ PROMPT ?= A KV cache is like a library. Instead of reserving a whole shelf for e
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: run test test-all lint fuzz native native-asan native-emulated clean help
+.PHONY: run serve test test-all lint fuzz native native-asan native-emulated clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -13,6 +13,10 @@ help:  ## this list
 run:  ## set everything up and answer PROMPT with Gemma 3 270M, showing the block tables used
 	@tools/install.sh $(VENV) demo
 	@$(BIN)/octavo generate "$(PROMPT)" --n 3 --temperature 0.8 --seed 1 --max-tokens 48 --max-model-len 2048 --show-blocks
+
+serve:  ## set everything up and serve Gemma 3 270M; the block map is at http://127.0.0.1:8000/blocks
+	@tools/install.sh $(VENV) demo,server
+	@$(BIN)/octavo serve --show-tokens
 
 dev:
 	@tools/install.sh $(VENV) dev

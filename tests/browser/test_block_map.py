@@ -15,6 +15,7 @@ import pytest
 from helpers.chromium import chromium, chromium_path
 from helpers.http_server import Served
 from helpers.serving import printable, scripted_engine
+from octavo.async_engine import AsyncEngine
 from octavo.cli.view_demo import demo_text, record_demo
 from octavo.core.block_view import block_view
 from octavo.inspect.block_map import BlockMap
@@ -454,6 +455,20 @@ def test_a_lost_connection_is_told_and_found_again(open_page: Any) -> None:
         page.context.set_offline(False)
         wait_text(page, "#status", "live")
         assert page.evaluate("octavo.player.history.length") >= 2
+        page.close()
+
+
+def test_while_the_model_loads_the_page_says_so_and_begins_by_itself(open_page: Any) -> None:
+    with Served(None, ServerSettings(drain_seconds=0.0)) as served:
+        served.app.state.server.progress = ("weights", 3, 10)
+        page = open_page(served.url + "/blocks", expected="503")
+        wait_text(page, "#empty", "the model is still loading (weights: 30 %)")
+        wait_text(page, "#status", "waiting for the engine")
+        engine = AsyncEngine(scripted_engine())
+        engine.start()
+        served.loop.call_soon_threadsafe(served.app.state.server.attach, engine)
+        wait(page, "map && p.history.length > 0")
+        assert page.text_content("#model") == "scripted" and page.is_hidden("#empty")
         page.close()
 
 

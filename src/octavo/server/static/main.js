@@ -388,7 +388,7 @@ class Page {
     const shown = this.run ? "recorded" : state === "live" && !player.following ? "paused" : state;
     if (pill.dataset.state === shown) return;
     pill.dataset.state = shown;
-    pill.textContent = { locked: "needs a key", reconnecting: "connection lost, trying again", recorded: "recorded run" }[shown] ?? shown;
+    pill.textContent = { locked: "needs a key", waiting: "waiting for the engine", reconnecting: "connection lost, trying again", recorded: "recorded run" }[shown] ?? shown;
   }
 
   live() {
@@ -403,7 +403,10 @@ class Page {
         } else if (name === "frame") this.take(data, size);
         else if (name === "stopped") this.status("engine stopped");
       },
-      state: (state) => this.status(state),
+      state: (state, words) => {
+        this.status(state);
+        if (words) $("empty").textContent = words;
+      },
       key: (wrong) => this.askKey(wrong),
     });
     $("key-button").addEventListener("click", async () => {

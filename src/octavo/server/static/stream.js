@@ -24,7 +24,7 @@ export async function getJSON(path, signal) {
   return answer.json();
 }
 
-/** Read events for ever: on.event(name, data, size) for each, on.state(state) when the line comes and goes. */
+/** Read events for ever: on.event(name, data, size) for each, on.state(state, words) when the line comes and goes. */
 export class Stream {
   constructor(path, on) {
     Object.assign(this, { path, on, closed: false, wait: 500 });
@@ -39,6 +39,12 @@ export class Stream {
         if (answer.status === 401 || answer.status === 403) {
           this.on.state("locked");
           await this.on.key(Boolean(key.get()));
+          continue;
+        }
+        if (answer.status === 503) { // loading, shutting down, or too many watch: the server says which
+          const said = await answer.json().catch(() => ({}));
+          this.on.state("waiting", said.error?.message);
+          await new Promise((go) => setTimeout(go, 1500));
           continue;
         }
         if (!answer.ok) throw new Error(String(answer.status));
