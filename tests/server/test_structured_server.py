@@ -191,6 +191,16 @@ def test_hostile_schemas_get_a_400_and_leave_nothing(served: Served, client: ope
     assert served.ask(lambda engine: engine.pool_view().num_used) == free
 
 
+def test_a_grammar_that_outgrows_its_limits_on_the_way_is_the_clients_error(served: Served) -> None:
+    """It passes the door, is followed for some tokens, and then ends its own request: an error, never another text."""
+    asked = {"structured_outputs": {"regex": "(.{0,1000}){0,1000}x"}, "logit_bias": {"87": -100}}
+    body = {"prompt": "x", "max_tokens": 200, "temperature": 1.5, **asked}
+    answer = httpx.post(served.url + "/v1/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "grammar_failed", "structured_outputs")
+    assert "cannot be followed here" in error["message"]
+
+
 def test_compiling_holds_up_no_step(served: Served, client: openai.OpenAI) -> None:
     """A grammar is made on a thread of its own: another request's stream goes on meanwhile, step by step."""
     compiler = served.ask(lambda engine: engine._door.grammars)

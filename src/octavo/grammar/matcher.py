@@ -41,7 +41,7 @@ class GrammarMatcher:
             if alias is not None:
                 token = int(alias[token])
         if token < 0 or not self._backend.consume_token(token):
-            self.error = f"the text has left its grammar: {self._reason()}"
+            self.error = f"the grammar does not allow the text so far: {self._reason()}"
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """bool [V]: may this token come next? All False only with an `error`."""

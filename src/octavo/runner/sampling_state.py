@@ -212,7 +212,7 @@ class SamplingState:
         sequence gets an `error`, and what is returned is no token.
         """
         if self._grammar is not None:
-            self.error = self.error or "the model gives no token that the grammar allows a finite logit"
+            self.error = self.error or "the grammar allows only tokens to which the model gives no finite logit"
             return -1
         if self._allowed is None:
             return int(raw.argmax())

@@ -110,6 +110,8 @@ class Exchange:
         reasons = {sample.finish_reason for sample in output.outputs}
         if "error" in reasons:
             cause = next(s.stop_reason for s in output.outputs if s.finish_reason == "error")
+            if str(cause).startswith("the grammar"):  # it outgrew its limits, or fits no text of this model
+                return ApiError(400, f"structured_outputs: {cause}", param="structured_outputs", code="grammar_failed")
             return ApiError(500, f"drawing a token failed: {cause}", code="sampling_failed")
         if reasons == {"deadline"} and not request.timing.tokens:
             return missed_deadline(self.engine, self.state, getattr(request.params, "deadline_ms", None))
