@@ -261,6 +261,9 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_sent_in_a_header(open_page: An
         page = open_page(served.url + "/blocks", expected="401")
         page.wait_for_selector("#key-dialog[open]")
         assert page.evaluate("octavo.player.history.length") == 0
+        page.keyboard.press("Escape")
+        wait_text(page, "#status", "needs a key")
+        page.click("#key-button")
         page.fill("#key", "not-the-key")
         page.click("#key-ok")
         page.wait_for_function("document.getElementById('key-error').textContent === 'That key was refused.'")

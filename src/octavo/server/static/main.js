@@ -410,6 +410,7 @@ class Page {
       key: (wrong) => this.askKey(wrong),
     });
     $("key-button").addEventListener("click", async () => {
+      if (this.keyWanted) return this.keyWanted();
       await this.askKey(false);
       stream.abort?.abort();
     });
@@ -424,15 +425,22 @@ class Page {
     } catch { /* the next one will tell */ }
   }
 
+  /** Ask until there is one. Whoever closes the question finds it again behind the button. */
   askKey(wrong) {
     const dialog = $("key-dialog");
     $("key-error").textContent = wrong ? "That key was refused." : "";
     if (!dialog.open) dialog.showModal();
     return new Promise((done) => {
       dialog.addEventListener("close", () => {
-        key.set($("key").value.trim());
+        const given = $("key").value.trim();
         $("key").value = "";
-        done();
+        if (given) return key.set(given), done();
+        if (key.get() && !wrong) return done(); // the old one stays
+        $("key-button").hidden = false;
+        this.keyWanted = () => {
+          this.keyWanted = null;
+          done(this.askKey(wrong));
+        };
       }, { once: true });
     });
   }
