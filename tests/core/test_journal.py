@@ -9,8 +9,10 @@ import pytest
 from helpers.scheduling import Rig, beam, never_ends, prompt
 from octavo.bench.troubles import TROUBLES, params_of, trouble_engine
 from octavo.core.journal import RECENT_SAMPLES, WHOLE_SAMPLES, Journal
+from octavo.core.sequence import Request
 from octavo.errors import ConfigError, RequestError
 from octavo.inspect.report import engine_report, rate_of, recording_report, samples_as_json
+from octavo.sampling_params import PoolingParams
 
 
 def test_samples_are_bounded_and_cover_the_run() -> None:
@@ -138,3 +140,13 @@ def test_a_report_can_be_asked_to_be_short(tmp_path: Path) -> None:
     assert len(long["recent"]) > 5 and len(long["overall"]) > 20 and len(long["finished"]) == 32
     assert short["recent"] == long["recent"][-5:] and len(short["overall"]) <= 5 and len(short["finished"]) == 2
     assert engine_report(engine, samples=0)["overall"] == []
+
+
+def test_embeddings_do_not_count_as_short_answers() -> None:
+    rig = Rig(40, script=never_ends)
+    rig.scheduler.add(Request("embedding", prompt(9), PoolingParams(), arrival=0.0, number=0, seed=0, max_len=10))
+    rig.run()
+    journal = Journal()
+    for ended in rig.scheduler.take_ended():
+        journal.ended(ended)
+    assert journal.find("embedding") is not None and journal.totals.requests == 0

@@ -71,7 +71,7 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all finished requests that had begun to run.
+    """Sums over all finished requests that had begun to write (so no embeddings).
 
     tail_slots[size]: slots that the last blocks of the finished sequences would have left empty with blocks of that
     size; table_entries[size]: blocks their tables would have had. Both for one group that sees everything.
@@ -174,7 +174,7 @@ class Journal:
         self._finished[record.request_id] = record
         if len(self._finished) > self._kept:
             del self._finished[next(iter(self._finished))]
-        if record.admitted_at is not None:
+        if record.admitted_at is not None and request.pooling is None:  # an embedding writes nothing
             self._add(record)
         return record
 
