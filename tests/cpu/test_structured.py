@@ -160,6 +160,18 @@ def test_swapped_answers_equal_solo_ones(model: str) -> None:
     assert texts == solo
 
 
+def test_guessed_tokens_change_nothing(model: str) -> None:
+    """Speculation checks several tokens in one step; the grammar is told each of them in turn."""
+    loop = {"type": "array", "items": {"enum": ["again and again"]}, "minItems": 6, "maxItems": 6}
+    params = [ask({"json": loop}, seed=1), ask({"regex": "(abcd){20}x"}, seed=2), ask({"json": loop}, temperature=0.0)]
+    with LLM(model, dtype="float32", num_blocks=128, max_model_len=240) as plain:
+        expected = [o.outputs[0].text for o in plain.generate(PROMPTS[:3], params, use_tqdm=False)]
+        steps = plain.stats().steps
+    with LLM(model, dtype="float32", num_blocks=128, max_model_len=240, speculative="ngram:4", debug=True) as guessing:
+        assert expected == [o.outputs[0].text for o in guessing.generate(PROMPTS[:3], params, use_tqdm=False)]
+        assert guessing.stats().steps < steps
+
+
 def test_a_recording_is_replayed_without_model_or_grammar(model: str, tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     with LLM(model, dtype="float32", num_blocks=64, max_model_len=200, record=str(file)) as recorded:

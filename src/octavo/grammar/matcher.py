@@ -71,13 +71,13 @@ class GrammarMatcher:
         """Set the logits [V] of tokens that may not come next to -inf, in place."""
         allowed = self.allowed()
         count = int(np.count_nonzero(allowed))
-        if count < len(row) // 16:  # a few kept numbers are cheaper to put back than many to overwrite
+        if count < len(row) // 8:  # a few kept numbers are cheaper to put back than many to overwrite
             ids = np.flatnonzero(allowed)
             kept = row[ids]
             row.fill(-np.inf)
             row[ids] = kept
         else:
-            np.putmask(row, ~allowed, -np.inf)
+            row[np.flatnonzero(~allowed)] = -np.inf
 
     def may_end(self) -> bool:
         """Is the text complete as it stands?"""
