@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from octavo.config import make_config
 from octavo.core.record import replay
@@ -33,6 +34,8 @@ from octavo.sampling_params import BeamSearchParams, SamplingParams
 LONGEST = 96
 EARLY: list[bool | str] = [False, True, "never"]
 FILTERS: dict[str, list[Any]] = {"top_k": [0, 5, 40], "top_p": [1.0, 0.8], "min_p": [0.0, 0.05]}
+GUESSING: list[Any] = ["ngram:3", {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}]
+ROW_COSTS = ((1, 1.0), (4, 1.2), (64, 8.0))
 FAMILIES = ("gemma3", "llama", "mistral")
 Params = SamplingParams | BeamSearchParams
 
@@ -79,11 +82,17 @@ class Mismatch(AssertionError):
 
 def make_case(number: int, families: tuple[str, ...] = FAMILIES) -> Case:
     draw = random.Random(number)
+    family, settings, asks = draw.choice(families), _settings(draw), _asks(draw)
+    # Drawn apart, so that a case's number still means what it meant without it.
+    guessing = random.Random(~number).choice([None, None, *GUESSING])
+    if guessing is not None:  # beams are refused there
+        settings["speculative"] = guessing
+        asks = [ask for ask in asks if not isinstance(ask.params, BeamSearchParams)]
     return Case(
         number,
-        draw.choice(families),
-        _settings(draw),
-        _asks(draw),
+        family,
+        settings,
+        asks,
         arrival_rate=draw.choice([0.2, 0.9, 0.97]),
         abort_rate=draw.choice([0.0, 0.05, 0.2]),
     )
@@ -210,7 +219,10 @@ def run_case(case: Case, model: Path, backend: str, oracle: Engine) -> Counter[s
     """Run and compare; raises `Mismatch`, or whatever the engine raised. Returns the figures."""
     with TemporaryDirectory() as folder:
         record = str(Path(folder) / "record")
-        _run_recorded(case, build(model, backend, **case.settings, debug=True, record=record))
+        # Costs that were measured would make guesses, and so the steps of a case, another matter each time.
+        with patch("octavo.speculation.measure_row_costs", lambda *runner, **limits: ROW_COSTS):
+            engine = build(model, backend, **case.settings, debug=True, record=record)
+        _run_recorded(case, engine)
         if not (report := replay(record)).same:
             raise Mismatch(f"case {case.number}: the replay {report}")
     for ask in case.asks:
@@ -230,7 +242,10 @@ def _run_recorded(case: Case, engine: Engine) -> None:
         _drive(case, engine)
         _check_idle(engine)
         stats = engine.stats()
-        for name in ("steps", "preemptions", "swaps", "copies", "forks", "deadlines", "prefix_hit_tokens", "evictions"):
+        for name in (
+            "steps", "preemptions", "swaps", "copies", "forks", "deadlines", "prefix_hit_tokens", "evictions",
+            "spec_draft_tokens", "spec_accepted_tokens",
+        ):  # fmt: skip
             case.figures[name] += getattr(stats, name)
     finally:
         engine.close()

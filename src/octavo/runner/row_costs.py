@@ -15,8 +15,8 @@ from octavo.runner.model_runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-REPEATS = 3
-SECONDS = 3.0  # no larger step is tried once this is spent
+ROUNDS, FEWEST_ROUNDS = 6, 3
+SECONDS = 3.0  # the first round tries larger and larger steps until its share of this is spent
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -26,7 +26,8 @@ def measure_row_costs(
 ) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of verification steps of up to `most` rows, ascending. Uses the first blocks of an idle pool.
 
-    The least of a few runs each: what others on the machine do can only make a run slower.
+    The least of a few runs each: what others on the machine do can only make a run slower. One size at least is
+    measured beside a single row; beyond the largest the scheduler goes on in a straight line.
     """
     most = max(1, most)
     blocks = layout.blocks_for(most)
@@ -36,16 +37,17 @@ def measure_row_costs(
     start = SequenceStart(0, "row-costs", 0, _GREEDY, (0,), 1, seed=0)
     runner.execute(StepPlan(0, (ScheduledSequence(0, 0, (0,), tables, (0,)),), starts=(start,)))
     begin = time.perf_counter()
-    points: list[tuple[int, float]] = []
-    for rows in sorted({r for r in ROWS if r < most} | {most}):
-        plan = StepPlan(0, (ScheduledSequence(0, 0, (0,) * rows, (), (0,), None, rows - 1),))
-        seconds = []
-        for _ in range(REPEATS):
+    least: dict[int, float] = {}
+    # Round by round over all sizes, so that a burst of other work cannot fall on one size alone.
+    for number in range(ROUNDS):
+        for rows in sorted({r for r in ROWS if r < most} | {most}) if number == 0 else sorted(least):
+            plan = StepPlan(0, (ScheduledSequence(0, 0, (0,) * rows, (), (0,), None, rows - 1),))
             before = time.perf_counter()
             runner.execute(plan)
-            seconds.append(time.perf_counter() - before)
-        points.append((rows, min(seconds)))
-        if time.perf_counter() - begin > budget:
+            least[rows] = min(time.perf_counter() - before, least.get(rows, float("inf")))
+            if number == 0 and len(least) > 1 and time.perf_counter() - begin > budget / ROUNDS:
+                break
+        if number + 1 >= FEWEST_ROUNDS and time.perf_counter() - begin > budget:
             break
     runner.execute(StepPlan(0, (), ends=(0,)))
-    return tuple(points)
+    return tuple(sorted(least.items()))
