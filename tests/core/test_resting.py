@@ -99,6 +99,8 @@ class Pair:
         """As many quiet steps at once as there are, and those in which only blocks are taken or published."""
         while True:
             quiet = self.resting.quiet_steps()
+            if quiet is None:
+                break
             for ahead in range(quiet):
                 self._plain_step(self.resting.resting_reads(ahead + 1))
             self.resting.skip(quiet)
@@ -214,11 +216,11 @@ def test_most_of_a_long_answer_is_skipped() -> None:
 def test_only_quiet_steps_can_be_skipped() -> None:
     pair = Pair((None,), 8, num_blocks=40, max_num_seqs=4)
     pair.add(prompt(5), SamplingParams(max_tokens=64))
-    assert pair.resting.quiet_steps() == 0
+    assert pair.resting.quiet_steps() is None
     pair.step()
     quiet = pair.resting.quiet_steps()
     assert quiet == 3
     with pytest.raises(InternalError, match="4 steps cannot be skipped, 3 are quiet"):
         pair.resting.skip(4)
     pair.add(prompt(5), SamplingParams(max_tokens=64))
-    assert pair.resting.quiet_steps() == 0  # somebody waits to be let in
+    assert pair.resting.quiet_steps() is None  # somebody waits to be let in

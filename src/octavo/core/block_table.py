@@ -74,6 +74,11 @@ class BlockTable:
             self.ids += self._pool.take_many(missing)
         return missing
 
+    def append_known(self) -> None:
+        """Take one block that the runner is taken to know at once. Nothing may be left to tell it."""
+        self.ids.append(self._pool.take())
+        self._sent = len(self.ids)
+
     def adopt(self, block: int) -> None:
         """Append a block whose count was already raised for this table (a prefix hit, a swapped-in block)."""
         self.ids.append(block)

@@ -236,20 +236,20 @@ class RestingScheduler(Scheduler):
         return any(missing == 1 and s.num_computed >= s.writable_until for s, missing in work_of(request))
 
     def _take(self, rest: Rest) -> None:
-        seq, position = rest.seq, rest.offset + self._completed - 1
-        self.memory.extend(seq, position, position + 1)
-        seq.tables_changed = False
+        """Its next block, as `Scheduler._try` and the plan would have done: a new one, so nothing can be shared."""
+        seq = rest.seq
         for table in seq.tables:
-            table.take_updates([])  # as the plan would have told the runner
+            table.append_known()
+        seq.writable_until += self.memory.layout.block_size
         self._rests.set_alarm(rest)
 
     def tend(self) -> bool:
         """Pass the next step, in which blocks are taken or published and nothing else is due; False if there is more.
 
-        Only directly after all `quiet_steps` have passed.
+        Only after all `quiet_steps` have passed.
         """
         step = self._step + 1
-        if not self.is_quiet() or self._has_windows or self._rests.next_alarm() != step:
+        if self._has_windows or self._rests.next_alarm() != step:
             return False
         due = self._rests.due(step)
         takers = sorted((rest for rest in due if rest.why is Why.TAKE), key=_age)
@@ -283,15 +283,14 @@ class RestingScheduler(Scheduler):
             return True
         return self.waiting.peek() is self._kept_out and len(self._rests) < self.settings.max_num_batched_tokens
 
-    def quiet_steps(self) -> int:
-        """In so many of the coming steps nothing is due, unless a request is added or ended before."""
-        if not self.is_quiet():
-            return 0
-        return max(0, self._rests.next_alarm() - self._step - 1)
+    def quiet_steps(self) -> int | None:
+        """In so many of the coming steps nothing is due, unless a request is added or ended before; None: not quiet."""
+        return self._rests.next_alarm() - self._step - 1 if self.is_quiet() else None
 
     def skip(self, steps: int) -> None:
-        """`steps` quiet steps have passed."""
-        if not 0 <= steps <= (quiet := self.quiet_steps()):
+        """So many of the `quiet_steps` have passed."""
+        quiet = self._rests.next_alarm() - self._step - 1
+        if not 0 <= steps <= quiet:
             raise InternalError(f"{steps} steps cannot be skipped, {quiet} are quiet")
         if steps:
             self._pass(steps)

@@ -94,8 +94,8 @@ class Simulation:
                 self.now = at
                 continue
             self._step()
-            if scheduler.is_quiet():
-                self._pass_quiet()
+            if (quiet := scheduler.quiet_steps()) is not None:
+                self._pass_quiet(quiet)
         outcome.wall_seconds = time.perf_counter() - begin
         self._take_counters()
         return outcome
@@ -190,15 +190,15 @@ class Simulation:
                 drawn[seq_id] = Drawn(tuple(self._script(seq.request, at, at + 1)))
         return StepResult(plan.step_id, drawn)
 
-    def _pass_quiet(self) -> None:
+    def _pass_quiet(self, first: int) -> None:
         """Steps in which nobody is awake, until something is to be decided or somebody arrives."""
         scheduler, counter = self.scheduler, self._counter
         seconds_of, add_gap = self.model.seconds, self.outcome.gaps.add
         resting, arrival, now = scheduler.num_resting, self._next_arrival(), self.now
-        quiet = scheduler.quiet_steps()
+        quiet: int | None = first
         reads = counter.resting(scheduler.resting_reads(1))
         growth = counter.resting(scheduler.resting_reads(2)) - reads
-        while arrival > now:
+        while quiet is not None and arrival > now:
             begin, steps = now, 0
             while steps < quiet and arrival > now:
                 seconds = seconds_of(Work(resting, resting, reads, 0))
