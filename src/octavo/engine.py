@@ -152,6 +152,17 @@ class Engine:
         """
         self._door.prepare(params, isolated)
 
+    def warm_grammars(self) -> str | None:
+        """Do what the first grammar would wait for: seconds for a large vocabulary, in which no other thread runs.
+
+        Returns why grammars cannot be used here, or None.
+        """
+        try:
+            _ = self._door.grammars.vocabulary
+        except RequestError as error:
+            return str(error)
+        return None
+
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request (or one sample of it) in any state; harmless when there is nothing to end.
 

@@ -280,6 +280,15 @@ def test_a_model_without_an_end_is_refused_unless_one_is_named(llm: LLM) -> None
     assert door.prepare(ask({"regex": "ab"}, stop_token_ids=[257])) is not None
 
 
+def test_warming_up_says_what_the_first_grammar_would(llm: LLM, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._engine
+    assert engine is not None and engine.warm_grammars() is None
+    assert compiler(llm)._vocabulary is not None
+    with LLM(model, dtype="float32", num_blocks=8, max_model_len=64) as other:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        assert other._engine is not None and "octavo[structured]" in (other._engine.warm_grammars() or "")
+
+
 def test_without_the_library_the_error_names_the_remedy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.door import Door
 

@@ -100,6 +100,9 @@ class Running:
                 logger.error("loading failed", exc_info=error)
             self._end(2 if isinstance(error, ConfigError) else 1)
             return
+        self._progress("grammars", 0, 1)
+        if why := engine.warm_grammars():
+            logger.info("requests for structured output will be refused: %s", why)
         running = AsyncEngine(engine)
         running.start()
         self.state.attach(running)
