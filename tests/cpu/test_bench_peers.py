@@ -1,0 +1,106 @@
+"""`octavo bench peers`: loads, counts, goals, and one run against transformers on a tiny model. Never times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from helpers.tiny_models import tiny_config
+from octavo.bench import peer_engines, peers
+from octavo.bench.peer_engines import Peer, PeerError, Request
+from octavo.cli.main import main
+from octavo.errors import ConfigError
+
+NOTHING = dict.fromkeys(peers.OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with weights and no tokenizer."""
+    path = tmp_path_factory.mktemp("tiny")
+    config = tiny_config("llama", num_hidden_layers=1, max_position_embeddings=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def test_rows_of_two_engines_side_by_side(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    given = ["--model", model, "--hf-model", model, "--transformers-python", sys.executable]
+    small = ["--rows", "d", "--repeat", "1", "--shrink", "16", "--dtype", "float32", "--threads", "1"]
+    assert main(["bench", "peers", *given, *small, "--json", str(file)]) == 0
+    said = json.loads(file.read_text())
+    (rows,) = said["tables"].values()
+    assert [row["engine"] for row in rows] == ["octavo", "transformers"], said["notes"]
+    for row in rows:
+        assert all(isinstance(row[key], float) for key in ("d1", "d8")), said["notes"]
+        assert row["d1"] > 0 and row["d8"] > 0
+    assert said["goals"] == []  # a shrunk load says nothing about them
+    missing = [note.split(" ")[0] for note in said["notes"]]
+    assert missing == ["vllm", "openvino", "llama.cpp"]
+
+
+def test_an_engine_that_cannot_start_is_a_note_and_no_end(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    given = ["--model", model, "--llama-server", "/bin/false", "--llama-model", model, "--threads", "1"]
+    assert main(["bench", "peers", *given, "--rows", "b", "--repeat", "1", "--shrink", "64", "--json", str(file)]) == 0
+    said = json.loads(file.read_text())
+    (rows,) = said["tables"].values()
+    assert rows[1]["engine"] == "llama.cpp" and rows[1]["b"] == "failed"
+    assert "llama.cpp, b: /bin/false ended with status 1" in said["notes"]
+
+
+def test_loads_have_the_shape_of_the_rows_and_differ_between_repetitions() -> None:
+    loads = peers.Loads(262_144, 1)
+    mixed = loads.mixed(0)
+    assert len(mixed) == 64
+    assert all(32 <= len(r.ids) <= 512 and 32 <= r.output <= 256 for r in mixed)
+    assert loads.mixed(1)[0].ids != mixed[0].ids and len(loads.mixed(1)[0].ids) == len(mixed[0].ids)
+    sharing = loads.sharing(0)
+    assert len(sharing) == 32 and len({r.ids[:1024] for r in sharing}) == 1
+    assert len({r.ids for r in sharing}) == 32 and {len(r.ids) for r in sharing} == {1056}
+    assert loads.sharing(1)[0].ids[:1024] != sharing[0].ids[:1024]
+    (many,) = loads.samples(8, 0)
+    assert (len(many.ids), many.output, many.samples, many.temperature) == (512, 64, 8, 1.0)
+    assert [r.output for r in loads.one(1, 0) + loads.one(128, 0) + loads.first(1024, 0)] == [1, 128, 1]
+
+
+def test_wrong_token_counts_are_refused() -> None:
+    request = Request((1, 2), 5, samples=2)
+    peer_engines.check_counts("x", [request], [[5, 5]])
+    for produced in ([[5, 4]], [[5]], [[5, 5, 5]]):
+        with pytest.raises(PeerError, match="request 0 has"):
+            peer_engines.check_counts("x", [request], produced)
+
+
+def test_peers_are_found_when_all_their_parts_are_given(tmp_path: Path) -> None:
+    found = peer_engines.find_peers(model="m", **{**NOTHING, "vllm_python": sys.executable})
+    assert list(found) == ["octavo"]  # vLLM lacks its model
+    given = {**NOTHING, "vllm_python": sys.executable, "hf_model": str(tmp_path)}
+    assert peer_engines.find_peers(model="m", **given)["vllm"] == Peer("vllm", sys.executable, str(tmp_path))
+    with pytest.raises(ConfigError, match="openvino: /not/there does not exist"):
+        peer_engines.find_peers(
+            model="m", **{**NOTHING, "openvino_python": "/not/there", "openvino_model": str(tmp_path)}
+        )
+
+
+def test_goals_are_ratios_to_the_best_peer() -> None:
+    rows = [
+        {"engine": "octavo", "a": 10.0, "c": 300.0, "d8": 1.0},
+        {"engine": "x", "a": 20.0, "c": 100.0, "d8": "failed"},
+        {"engine": "y", "a": 40.0, "c": 150.0},
+    ]
+    found = {goal.name[0]: goal for goal in peers.goals(rows)}
+    assert set(found) == {"a", "c"}
+    assert found["a"].value == 0.5 and found["a"].met
+    assert found["c"].value == 2.0 and not found["c"].met
+
+
+def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", "--rows", "ax"]) != 0
+    assert "--rows 'ax'" in capsys.readouterr().err
