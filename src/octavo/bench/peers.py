@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from octavo.bench import peer_engines
@@ -169,14 +170,12 @@ def measure(peer: Peer, args: argparse.Namespace, loads: Loads, notes: list[str]
     """All asked rows on one engine. What it cannot do is "failed", with the reason in the notes."""
     row: dict[str, Any] = {"engine": peer.kind}
     if "f" in args.rows:
-        row.update(_guarded(peer, "f", notes, lambda: _start_up(peer, args, loads)))
+        row.update(_guarded(peer, "f", notes, partial(_start_up, peer, args, loads)))
     for prefix, slots, letters in ((False, 1, "ab"), (False, 64, "cd"), (False, 32, "e"), (True, 32, "e")):
         asked = [letter for letter in letters if letter in args.rows]
-        if not asked or (prefix and not peer.shares_prefixes):
-            continue
-        row.update(
-            _guarded(peer, "".join(asked), notes, lambda p=prefix, s=slots, a=asked: _rows(peer, args, loads, p, s, a))
-        )  # type: ignore[misc]
+        if asked and (peer.shares_prefixes or not prefix):
+            act = partial(_rows, peer, args, loads, prefix, slots, asked)
+            row.update(_guarded(peer, "".join(asked), notes, act))
     return row
 
 
@@ -225,7 +224,8 @@ def _rows(
         if "c" in letters:
             found["c"] = sum(r.output for r in loads.mixed(0)) / typical(loads.mixed)
         if "d" in letters:
-            found["d1"], found["d8"] = (typical(lambda k, n=n: loads.samples(n, k)) for n in (1, 8))  # type: ignore[misc]
+            found["d1"] = typical(lambda k: loads.samples(1, k))
+            found["d8"] = typical(lambda k: loads.samples(8, k))
         if "e" in letters:
             found["e_on" if prefix else "e_off"] = typical(loads.sharing)
     finally:
