@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import view
+from octavo.cli import view_server
 from octavo.cli.main import main
 from octavo.cli.view_demo import demo_text, record_demo
 from octavo.core.record import replay
@@ -112,6 +112,7 @@ def test_text_is_in_the_page_only_if_asked_for(
         (["view", "--demo", "--max-frames", "1"], "--max-frames 1: must be at least 2"),
         (["view", "x.jsonl", "--model", "gemma-3-270m"], "--model: only needed to read the tokens"),
         (["view", "--demo", "--html", "/no/such/folder/x.html"], "cannot be written"),
+        (["view", "--demo", "--port", "70000"], "--port 70000: cannot listen on 127.0.0.1"),
         (["generate", "x", "--show-tokens"], "--show-tokens: no effect without --view"),
     ],
 )
@@ -138,14 +139,14 @@ def test_a_damaged_recording_is_named(recording: Path, tmp_path: Path) -> None:
 def test_served_from_a_port(
     recording: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servers: list[view.ThreadingHTTPServer] = []
+    servers: list[view_server.ThreadingHTTPServer] = []
 
-    class Server(view.ThreadingHTTPServer):
+    class Server(view_server.ThreadingHTTPServer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             servers.append(self)
 
-    monkeypatch.setattr(view, "ThreadingHTTPServer", Server)
+    monkeypatch.setattr(view_server, "ThreadingHTTPServer", Server)
     thread = threading.Thread(target=main, args=(["view", str(recording), "--port", "0"],))
     thread.start()
     said = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         write_page(args.html, page)
         return 0
-    return _serve(page, args.host, args.port, args.open)
+    from octavo.cli.view_server import serve
+
+    return serve(page, args.host, args.port, args.open)
 
 
 def recording_page(path: str, text_of: TextOf | None = None, max_frames: int | None = None) -> str:
@@ -134,41 +135,3 @@ def _text_of(args: argparse.Namespace) -> TextOf | None:
     from octavo.models.load import load_tokenizer
 
     return text_of_tokens(load_tokenizer(args.model))
-
-
-def _serve(page: str, host: str, port: int, open_browser: bool) -> int:
-    content = page.encode()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.split("?")[0] not in ("/", "/blocks"):
-                self.send_error(404)
-                return
-            self.send_response(200)
-            for name, value in (
-                ("Content-Type", "text/html; charset=utf-8"),
-                ("Content-Length", str(len(content))),
-                ("Cache-Control", "no-store"),
-                ("X-Content-Type-Options", "nosniff"),
-                ("Referrer-Policy", "no-referrer"),
-            ):
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: one reader, one page."""
-
-    try:
-        server = ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
-        raise ConfigError(f"--port {port}: cannot listen on {host} ({error.strerror}); try --port 0") from error
-    with server:
-        address = f"http://{host}:{server.server_port}/"
-        print(f"the block map is at {address} (Ctrl-C ends)", flush=True)
-        if open_browser:
-            import webbrowser
-
-            webbrowser.open(address)
-        server.serve_forever()
-    return 0
