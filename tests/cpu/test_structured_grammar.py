@@ -83,6 +83,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "huge regex": ({"regex": "a" * 70_000}, "70000 bytes"),
     "huge grammar": ({"grammar": 'start: "a"' + " " * 70_000}, "bytes; at most 65536"),
     "many choices": ({"choice": [str(i) for i in range(2001)]}, "2001 strings; at most 2000"),
+    "slow for every token": ({"regex": "a" * 60_000}, "ms for each token, at most 30 are allowed"),
     "deep schema": ({"json": nested(70)}, "deeper than 60"),
     "very deep schema": ({"json": nested(2500)}, "the schema is not JSON|deeper than 60"),
     "deep regex": ({"regex": "(" * 5000 + "a" + ")" * 5000}, "5000 nested brackets; at most 60"),

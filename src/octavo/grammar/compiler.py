@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ SECONDS = 5.0  # most time for one grammar
 STUCK = 4  # compilations that ran out of time and may still be running; more are refused
 STACK_BYTES = 256 << 20  # the library follows chains of references by recursion; address space, not memory
 TRIED_STEPS = 12
+MASK_SECONDS = 0.03  # of this thread's time, for one token: every other request waits meanwhile
 #: JSON allows endless white space between values, and a model can get lost in it: nothing, one space, or one line break
 #: with an indentation.
 WHITE_SPACE = r"( |\n {0,24}|\n\t{0,12})?"
@@ -171,10 +173,12 @@ def _grammar(asked: StructuredOutputs, library: Any) -> str:
 
 def _try(kind: str, grammar: CompiledGrammar) -> None:
     """Walk a few tokens: a grammar that cannot begin, or outgrows the limits at once, is refused here."""
-    matcher = grammar.start()
+    matcher, times = grammar.start(), []
     for step in range(TRIED_STEPS):
         complete = matcher.may_end()
+        begin = time.thread_time()
         allowed = matcher.allowed()
+        times.append(time.thread_time() - begin)
         if matcher.error is not None:
             if complete:
                 return
@@ -182,6 +186,9 @@ def _try(kind: str, grammar: CompiledGrammar) -> None:
             raise SamplingError(f"{kind}: {what}: {matcher.error}")
         ids = np.flatnonzero(allowed)
         matcher.push(int(ids[(step * 7919) % len(ids)]))
+    if (usual := sorted(times)[len(times) // 2]) > MASK_SECONDS:
+        limit = f"at most {MASK_SECONDS * 1000:g} are allowed"
+        raise SamplingError(f"{kind}: it takes {usual * 1000:.0f} ms for each token, {limit}; make it simpler")
 
 
 def _message(matcher: Any) -> str:
