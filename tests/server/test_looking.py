@@ -10,8 +10,10 @@ import select
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -184,3 +186,27 @@ def test_top_in_a_pipe_goes_on(crowded: Served) -> None:
 def test_the_interval_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--interval", "0"]) == 2
     assert "--interval 0.0: must be more than 0" in capsys.readouterr().err
+
+
+def test_a_key_is_not_carried_elsewhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect is refused, and a proxy is not asked for what is on this machine."""
+    seen: list[str | None] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert main(["top", f"127.0.0.1:{server.server_address[1]}", "--once", "--api-key", KEY]) == 2
+        server.shutdown()
+        thread.join(10)
+    assert "the server answers 302" in capsys.readouterr().err
+    assert seen == [f"Bearer {KEY}"]

@@ -8,13 +8,20 @@ import os
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from octavo.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 TIMEOUT_S = 10.0
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirect is an error: it would carry the key to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class ServerUnreachable(ConfigError):
@@ -36,12 +43,18 @@ def server_url(text: str | None) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/blocks')}"
 
 
+def _opener(base: str) -> OpenerDirector:
+    """No redirects, and no proxy for this machine's own addresses."""
+    own = (urlsplit(base).hostname or "") in ("localhost", "127.0.0.1", "::1")
+    return build_opener(_NoRedirect, *([ProxyHandler({})] if own else []))
+
+
 def fetch_json(base: str, path: str, api_key: str | None = None) -> Any:
     """GET `base + path`. Raises ServerUnreachable with the remedy, ConfigError for a key that is refused."""
     key = api_key or os.environ.get(KEY_VARIABLE)
     request = Request(base + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urlopen(request, timeout=TIMEOUT_S) as response:
+        with _opener(base).open(request, timeout=TIMEOUT_S) as response:
             return json.loads(response.read())
     except HTTPError as error:
         error.close()
