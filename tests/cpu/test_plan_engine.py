@@ -140,6 +140,9 @@ def test_lengths_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert fits("--trace", str(tmp_path / "trace.csv")) == pytest.approx(fits("--lengths", "fixed:120+41"), rel=0.1)
     assert fits("--lengths", "fixed:1000+100") < fits("--lengths", "fixed:100+100")
+    (tmp_path / "talk.jsonl").write_text('{"turns": [{"user": 20, "assistant": 10}, {"user": 30, "assistant": 9}]}\n')
+    assert main(["plan", "llama-2-7b", "--memory", "24GiB", "--trace", str(tmp_path / "talk.jsonl")]) == 0
+    assert "what their prompts share is not counted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def _lengths(args: argparse.Namespace) -> tuple[list[tuple[int, int]], str]:
     if args.trace is not None:
         trace = read_trace(args.trace)
         text = f"{len(trace)} requests of {args.trace}"
+        if any(r.runs for r in trace.requests):
+            text += " (what their prompts share is not counted; `octavo simulate` does)"
     else:
         trace = synthetic(DRAWN, args.lengths or DEFAULT_LENGTHS)
         text = args.lengths or f"{DEFAULT_LENGTHS} tokens (assumed; --trace or --lengths say yours)"
