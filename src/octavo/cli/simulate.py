@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import byte_count
+from octavo.cli.plan import model_sizes
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _setup(args: argparse.Namespace, trace: Trace) -> tuple[Device, Setup]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    shape = _shape(args.model)
+    shape, _ = model_sizes(args.model, args.dtype)
     where = device(args.device or DEFAULT_DEVICE)
     if args.kv_bytes is not None and args.gpu_memory_utilization is not None:
         raise ConfigError("--kv-bytes and --gpu-memory-utilization both size the cache; give one of them")
@@ -243,17 +244,6 @@ def _setup(args: argparse.Namespace, trace: Trace) -> tuple[Device, Setup]:
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     return where, setup
-
-
-def _shape(name: str) -> Any:
-    """A known model, or one whose config can be read."""
-    from octavo.planning.shapes import ModelShape, known_shape
-
-    if (known := known_shape(name)) is not None and not Path(name).exists():
-        return known
-    from octavo.models.load import read_spec
-
-    return ModelShape.of(read_spec(name, "auto"), name)
 
 
 def _reference(args: argparse.Namespace) -> int:
