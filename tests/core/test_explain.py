@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from helpers.scheduling import Rig, never_ends, prompt
+from octavo.core import reasons
 from octavo.core.journal import Journal
 from octavo.core.reasons import REASONS, report_text
 from octavo.core.sequence import CacheReport, Miss
@@ -87,6 +90,9 @@ def test_reasons_are_added_up_most_frequent_first() -> None:
 
 
 def test_the_words_are_complete() -> None:
+    core = Path(reasons.__file__).parent
+    given = {k for p in core.glob("*.py") for k in re.findall(r'Miss\(\s*"([^"]+)"', p.read_text())}
+    assert {"evicted", "never seen"} <= given <= set(REASONS), "a reason without words"
     assert set(cases()) <= set(REASONS)
     for happened, remedy in REASONS.values():
         assert happened and not happened.endswith(".") and not remedy.endswith(".")
