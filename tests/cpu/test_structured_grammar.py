@@ -157,6 +157,12 @@ def test_what_would_be_slow_elsewhere_is_not_here(compiler: GrammarCompiler, fie
     assert matcher.error is None
 
 
+def test_brackets_in_the_words_of_a_schema_are_no_nesting(compiler: GrammarCompiler) -> None:
+    sad = json.dumps({"type": "null", "description": ":(" * 100})
+    compiler.compile(StructuredOutputs(json=sad))
+    compiler.compile(StructuredOutputs(grammar=f"start: %json {sad}"))
+
+
 def test_what_outgrows_the_limits_on_its_way_closes(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(StructuredOutputs(regex="(.{0,1000}){0,1000}x")).start((), (END,))
     letter = byte_tokenizer().encode("a", add_special_tokens=False)[0]

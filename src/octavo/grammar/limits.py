@@ -44,9 +44,7 @@ def check(asked: StructuredOutputs) -> None:
         text = asked.regex if kind == "regex" else asked.grammar
         assert text is not None
         _size(kind, text)
-        _brackets(kind, text)
-        if kind == "grammar":
-            _embedded(text)
+        _brackets(kind, _without_schemas(text) if kind == "grammar" else text)
 
 
 def schema_of(asked: StructuredOutputs) -> Any:
@@ -66,17 +64,19 @@ def schema_of(asked: StructuredOutputs) -> Any:
     return {} if schema is True else schema
 
 
-def _embedded(text: str) -> None:
-    """JSON schemas inside a grammar (%json {…}) keep the same limits."""
-    at = text.find("%json")
-    while at >= 0:
+def _without_schemas(text: str) -> str:
+    """A grammar without the JSON schemas in it (%json {…}), which keep the same limits."""
+    rest, done = [], 0
+    while (at := text.find("%json", done)) >= 0:
         start = text.find("{", at)
         try:
             schema, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, start if start >= 0 else at)
         except (ValueError, RecursionError) as error:
             raise SamplingError(f"grammar: %json is followed by no JSON object ({error})") from None
         check_schema(schema)
-        at = text.find("%json", end)
+        rest.append(text[done:at])
+        done = end
+    return "".join([*rest, text[done:]])
 
 
 def _no_constant(name: str) -> Any:
