@@ -37,6 +37,7 @@ from octavo.inspect.waste import waste_as_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from octavo.core.record import Watcher
     from octavo.core.view import PoolView
 
 VERSION = 1
@@ -69,13 +70,15 @@ def engine_report(engine: EngineLike, *, finished: int = FINISHED_SHOWN, samples
     return report
 
 
-def recording_report(path: str | Path, *, finished: int = FINISHED_SHOWN) -> dict[str, Any]:
+def recording_report(
+    path: str | Path, *, finished: int = FINISHED_SHOWN, also: Watcher | None = None
+) -> dict[str, Any]:
     """The report of a recorded run as it was at its end. Raises ConfigError for a file that is no recording, or one
-    that this version would not decide in the same way."""
+    that this version would not decide in the same way. also: looks on while the run is repeated."""
     from octavo.core.record import replay
     from octavo.errors import ConfigError
 
-    watcher = _Watcher()
+    watcher = _Watcher(also)
     result = replay(path, watcher=watcher)
     if watcher.scheduler is None:
         raise ConfigError(f"{path}: the recording holds no step")
@@ -90,20 +93,25 @@ def recording_report(path: str | Path, *, finished: int = FINISHED_SHOWN) -> dic
 class _Watcher:
     """Keeps the journal that the engine kept while it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Watcher | None) -> None:
         self.journal = Journal()
+        self.also = also
         self.scheduler: Scheduler | None = None
         self.about: dict[str, Any] = {}
         self.now = 0.0
 
     def begin(self, scheduler: Scheduler, about: dict[str, Any]) -> None:
         self.scheduler, self.about = scheduler, about
+        if self.also is not None:
+            self.also.begin(scheduler, about)
 
     def step(self, scheduler: Scheduler, drawn: int, now: float) -> None:
         self.now = now
         self.journal.generated += drawn
         self.journal.stepped(scheduler, now)
         self.take_ended()
+        if self.also is not None:
+            self.also.step(scheduler, drawn, now)
 
     def take_ended(self) -> None:
         assert self.scheduler is not None
