@@ -22,7 +22,7 @@ from octavo.models.load import LoadedModel, load_model
 from octavo.runner.draft import Draft
 from octavo.runner.kv_store import KVStore
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.row_costs import measure_row_costs
+from octavo.runner.row_costs import ROWS, measure_row_costs
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,14 @@ def settle_speculation(
     k, seats = asked["num_speculative_tokens"], final.max_num_seqs
     room = min(final.max_num_batched_tokens, final.max_model_len or 1, _positions(store, store.cache.layout))
     backend = make_backend(final.attention_backend, store.cache, target.spec)
+    most = min(room, seats * (k + 1), ROWS[-1])
     costs = measure_row_costs(
-        runner(target.decoder, store, backend), store.cache.layout, most=min(room, max(seats, 1) * (k + 1), 128)
+        runner(target.decoder, store, backend), store.cache.layout, alone=min(room, k + 1), most=most
     )
     draft_cost = 0.0
     if draft is not None:
         alone = runner(draft.decoder, draft.cache, draft.backend)
-        draft_cost = measure_row_costs(alone, draft.cache.layout, most=1)[0][1]
+        draft_cost = measure_row_costs(alone, draft.cache.layout, alone=1, most=1)[0][1]
     store.cache.kv.zero_()
     settings = SpeculationSettings(
         method=asked["method"],

@@ -14,22 +14,24 @@ from octavo.core.step import ScheduledSequence, SequenceStart, StepPlan, TableUp
 from octavo.runner.model_runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 
-ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+CROWD = 32  # rows of a large step that is measured in any case
 ROUNDS, FEWEST_ROUNDS = 6, 3
-SECONDS = 3.0  # the first round tries larger and larger steps until its share of this is spent
+SECONDS = 3.0
 
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def measure_row_costs(
-    runner: ModelRunner, layout: KVLayout, *, most: int, budget: float = SECONDS
+    runner: ModelRunner, layout: KVLayout, *, alone: int, most: int, budget: float = SECONDS
 ) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of verification steps of up to `most` rows, ascending. Uses the first blocks of an idle pool.
 
-    The least of a few runs each: what others on the machine do can only make a run slower. One size at least is
-    measured beside a single row; beyond the largest the scheduler goes on in a straight line.
+    alone: rows of a sequence with all its guesses. Where steps are so long that `budget` seconds do not suffice, one
+    row, `alone` and a large step are measured and the scheduler goes in straight lines between them. The least of a few
+    runs each: what others on the machine do can only make a run slower.
     """
-    most = max(1, most)
+    alone, most = min(alone, most), max(1, most)
     blocks = layout.blocks_for(most)
     tables = tuple(
         TableUpdate(group, 0, tuple(range(group * blocks, (group + 1) * blocks))) for group in range(layout.num_groups)
@@ -37,16 +39,20 @@ def measure_row_costs(
     start = SequenceStart(0, "row-costs", 0, _GREEDY, (0,), 1, seed=0)
     runner.execute(StepPlan(0, (ScheduledSequence(0, 0, (0,), tables, (0,)),), starts=(start,)))
     begin = time.perf_counter()
+    first = [1, alone, min(CROWD, most)]
+    sizes = list(dict.fromkeys([*first, *(r for r in ROWS if r < alone), *(r for r in ROWS if alone < r < most), most]))
     least: dict[int, float] = {}
     # Round by round over all sizes, so that a burst of other work cannot fall on one size alone.
     for number in range(ROUNDS):
-        for rows in sorted({r for r in ROWS if r < most} | {most}) if number == 0 else sorted(least):
+        for rows in sizes:
             plan = StepPlan(0, (ScheduledSequence(0, 0, (0,) * rows, (), (0,), None, rows - 1),))
             before = time.perf_counter()
             runner.execute(plan)
-            least[rows] = min(time.perf_counter() - before, least.get(rows, float("inf")))
-            if number == 0 and len(least) > 1 and time.perf_counter() - begin > budget / ROUNDS:
+            after = time.perf_counter()
+            least[rows] = min(after - before, least.get(rows, after - before))
+            if number == 0 and len(least) >= len(set(first)) and after - begin > budget / FEWEST_ROUNDS:
                 break
+        sizes = list(least)
         if number + 1 >= FEWEST_ROUNDS and time.perf_counter() - begin > budget:
             break
     runner.execute(StepPlan(0, (), ends=(0,)))
