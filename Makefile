@@ -5,7 +5,7 @@ PROMPT ?= A KV cache is like a library. Instead of reserving a whole shelf for e
 MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: run serve test test-all lint fuzz native native-asan native-emulated clean help
+.PHONY: run serve chaos test test-all lint fuzz native native-asan native-emulated clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,6 +17,9 @@ run:  ## set everything up and answer PROMPT with Gemma 3 270M, showing the bloc
 serve:  ## set everything up and serve Gemma 3 270M; the block map is at http://127.0.0.1:8000/blocks
 	@tools/install.sh $(VENV) demo,server
 	@$(BIN)/octavo serve --show-tokens
+
+chaos: dev  ## a server under attack: clients cut, huge bodies, signals, a broken engine; a table of what survived
+	@$(BIN)/python tools/chaos.py
 
 dev:
 	@tools/install.sh $(VENV) dev
