@@ -252,8 +252,9 @@ class RestingScheduler(Scheduler):
         if self._has_windows or self._rests.next_alarm() != step:
             return False
         due = self._rests.due(step)
-        takers = sorted((rest for rest in due if rest.why is Why.TAKE), key=_age)
-        publishers = sorted((rest for rest in due if rest.why is Why.PUBLISH), key=_age)
+        due.sort(key=_age)
+        takers = [rest for rest in due if rest.why is Why.TAKE]
+        publishers = [rest for rest in due if rest.why is Why.PUBLISH]
         if len(takers) + len(publishers) < len(due) or len(takers) > self.memory.pool.num_available:
             self._rests.put_back(due)
             return False
