@@ -16,7 +16,7 @@ run:  ## set everything up and answer PROMPT with Gemma 3 270M, showing the bloc
 
 serve:  ## set everything up and serve Gemma 3 270M; the block map is at http://127.0.0.1:8000/blocks
 	@tools/install.sh $(VENV) demo,server
-	@$(BIN)/octavo serve --show-tokens
+	@$(BIN)/octavo serve --show-tokens --chat-template plain
 
 chaos: dev  ## a server under attack: clients cut, huge bodies, signals, a broken engine; a table of what survived
 	@$(BIN)/python tools/chaos.py
