@@ -318,6 +318,7 @@ def test_the_command_reads_traces(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--kv-bytes", "1GiB", "--gpu-memory-utilization", "0.5"], "both size the cache; give one"),
         (["--cost-model", "m.json", "--device", "h100", "--kv-bytes", "1GiB"], "give one of them"),
         (["--calibrate", "run.jsonl"], "--kv-bytes is needed with a calibrated cost model"),
+        (["--max-model-len", "5000"], "--max-model-len 5000 exceeds the 4096 positions of llama-2-7b"),
         (["--overhead-ms", "-1"], "--overhead-ms -1.0: must be at least 0"),
         (["--reference", "--policies", "static"], "--reference has its own load and policies"),
     ],

@@ -62,11 +62,11 @@ def add_parser(subparsers: Any) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--policies", metavar="A,B,…", help=f"default: {DEFAULT_POLICIES}; with shared prefixes "
                         f"{SHARING_POLICIES}")  # fmt: skip
-    engine.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME", help=f"({DEFAULT_MODEL}) or a directory")
+    engine.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME", help=f"known, or files ({DEFAULT_MODEL})")
     engine.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     engine.add_argument("--kv-bytes", type=byte_count, metavar="BYTES", help="for blocks (default: from the device)")
     engine.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="of the device's memory (0.9)")
-    engine.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's, or the longest request")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="longer requests are refused (the model's)")
     engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
     cost = parser.add_argument_group("time of a step")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     _check_cost_options(args)
     trace = _trace(args)
     policies = _policies(args, trace)
-    device, setup = _setup(args, trace)
+    device, setup = _setup(args)
     outcomes = []
     model: CostModel | None = None
     with _progress(len(policies) * len(trace)) as tick:
@@ -212,7 +212,7 @@ def _policies(args: argparse.Namespace, trace: Trace) -> list[Policy]:
     return policies
 
 
-def _setup(args: argparse.Namespace, trace: Trace) -> tuple[Device, Setup]:
+def _setup(args: argparse.Namespace) -> tuple[Device, Setup]:
     """The device and what all policies share."""
     from octavo.planning.devices import device
     from octavo.planning.policies import Setup, kv_budget
@@ -234,7 +234,12 @@ def _setup(args: argparse.Namespace, trace: Trace) -> tuple[Device, Setup]:
             raise ConfigError(f"--gpu-memory-utilization {share}: must lie in (0, 1]")
         tokens = args.max_num_batched_tokens
         kv_bytes = kv_budget(shape, where, args.dtype, utilization=share, max_num_batched_tokens=tokens)
-    limit = args.max_model_len or max(shape.max_position_embeddings, trace.longest)
+    limit = args.max_model_len or shape.max_position_embeddings
+    if limit > shape.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {limit} exceeds the {shape.max_position_embeddings} positions of {shape.name}; "
+            "use at most so many"
+        )
     setup = Setup(
         shape,
         kv_bytes,

@@ -47,7 +47,7 @@ class RestingScheduler(Scheduler):
         self._quiet = False  # the step being computed has nobody awake
         # Without a token for everybody in each step, who gets one is a decision.
         budget_for_all = settings.max_num_seqs <= settings.max_num_batched_tokens
-        alone = settings.max_in_flight == 1 and getattr(settings, "speculation", None) is None
+        alone = settings.max_in_flight == 1 and settings.speculation is None
         self._may_rest = rest and budget_for_all and alone
         #: Distinct windows of the layers, smallest first, None (sees all) last; the order of `resting_reads`.
         self.windows = self._rests.windows
