@@ -36,6 +36,7 @@ from octavo.bench.scripted import simulate
 from octavo.bench.workloads import Item
 from octavo.cli.options import byte_count
 from octavo.config import BLOCK_SIZES, make_config
+from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout
 from octavo.core.settings import SchedulerSettings
 from octavo.errors import ConfigError
@@ -157,6 +158,7 @@ class _Model:
 
     spec: ModelSpec
     itemsize: int
+    kv_dtype: str = "auto"
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> _Model:
@@ -167,11 +169,14 @@ class _Model:
         config = make_config(**settings)
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         dtype = pick_dtype(config.dtype, "cuda" if on_gpu else "cpu")
-        return cls(read_spec(config.model, config.load_format), dtype.itemsize)
+        return cls(read_spec(config.model, config.load_format), dtype.itemsize, config.kv_cache_dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.spec.num_layers * self.spec.kv_values_per_token_layer() * self.itemsize
+        spec = self.spec
+        return spec.num_layers * kv_bytes_per_token_layer(
+            self.kv_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=self.itemsize
+        )
 
     def scheduler(self, policy: Policy, settings: dict[str, Any], kv_bytes: int) -> tuple[SchedulerSettings, KVLayout]:
         """The scheduler that an engine with this policy has: as many blocks as the KV bytes hold."""

@@ -90,7 +90,12 @@ def fill_kv(engine: Engine) -> None:
     import torch
 
     kv = cast("ModelRunner", engine.runner).store.cache.kv
-    block = torch.randn(kv[:1].shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    if kv.dtype == torch.uint8:
+        # Bytes of 0x20 to 0x3F: numbers of any kind, and as scales small ones (bfloat16 0x2020 to 0x3F3F: below 1).
+        block = torch.randint(0x20, 0x40, kv[:1].shape, dtype=torch.uint8, generator=generator)
+    else:
+        block = torch.randn(kv[:1].shape, generator=generator)
     kv.copy_(block.expand_as(kv))
 
 

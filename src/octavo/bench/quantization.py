@@ -1,0 +1,309 @@
+"""`octavo bench quantization`: what formats of the KV cache cost in quality and bring in room and speed.
+
+Quality: the model reads a text once per format; perplexity, and its next-token distributions against those over a
+float32 cache. Room: sequences that fit the same bytes, counted from layouts. Speed: the decode attention kernel over
+long contexts, all formats in turns in one process. Nothing is drawn, so quality and room are the same at each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.kernels import ATTENTION as KERNEL_SHAPES
+from octavo.bench.kernels import Shape, best_times
+from octavo.bench.report import (
+    Column,
+    Goal,
+    Report,
+    Table,
+    add_report_options,
+    bar,
+    fixed,
+    machine_facts,
+    percent,
+    positive,
+    publish,
+)
+from octavo.bench.report import times as ratio
+from octavo.core.allocation import PagedAllocation
+from octavo.core.block_pool import BlockPool
+from octavo.core.kv_format import GROUP, kv_bytes_per_token_layer
+from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.models.spec import ModelSpec
+
+DESCRIPTION = """\
+Quality, room and speed of KV cache formats.
+
+examples:
+  octavo bench quantization
+  octavo bench quantization --only attention --threads 1 --cpu-time     on a busy machine
+  octavo bench quantization --only quality --text book.txt --tokens 4000
+"""
+PARTS = ("quality", "room", "attention")
+POOL_BYTES = 1 << 30
+LENGTHS = (512, 2048, 8192)
+GOAL_ROOM, GOAL_SPEED, GOAL_COSINE = 1.9, 1.5, 0.999
+
+
+@dataclass(frozen=True)
+class Format:
+    """kv_dtype as an engine takes it; dtype: of an engine whose kv_dtype is "auto"."""
+
+    name: str
+    kv_dtype: str
+    dtype: str = "float32"
+
+    def bytes_per_token_layer(self, spec: ModelSpec) -> int:
+        return kv_bytes_per_token_layer(
+            self.kv_dtype,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            itemsize={"float32": 4, "bfloat16": 2}[self.dtype],
+        )
+
+    def layout(self, spec: ModelSpec, block_size: int = 16) -> KVLayout:
+        return build_layout(
+            spec.windows,
+            block_size=block_size,
+            bytes_per_token_layer=self.bytes_per_token_layer(spec),
+            kv_dtype=self.kv_dtype,
+        )
+
+
+FORMATS = (
+    Format("float32", "auto"),
+    Format("bfloat16", "auto", "bfloat16"),
+    Format("int8", "int8"),
+    Format("int8,int4", "int8,int4"),
+    Format("int4", "int4"),
+)
+QUALITY = (
+    Column("format", "keys, values"),
+    Column("bits", "bits per number", fixed(2)),
+    Column("perplexity", "perplexity", fixed(3)),
+    Column("change", "against float32", lambda x: f"{100 * x:+.2f} %"),
+    Column("mean_cosine", "logit cosine, mean", fixed(5)),
+    Column("worst_cosine", "worst", fixed(4)),
+    Column("divergence", "KL, nats", fixed(4)),
+    Column("agreement", "same first token", percent),
+)
+ROOM = (
+    Column("format", "keys, values"),
+    Column("token", "bytes per token", fixed(0)),
+    Column("block", "bytes per block", fixed(0)),
+    *(Column(f"fits_{n}", f"sequences of {n:,}", fixed(0)) for n in LENGTHS),
+    Column("ratio", "of bfloat16", ratio),
+)
+SPEED = (
+    Column("shape", "sequences x context"),
+    *(Column(f.name, f"{f.name}, ms", fixed(3)) for f in FORMATS),
+    Column("int8_ratio", "bf16 / int8", ratio),
+    Column("int4_ratio", "bf16 / int4", ratio),
+)
+SHAPES = (
+    Shape(1, 16384, 1, 4, 1, 256),
+    Shape(16, 4096, 1, 4, 1, 256),
+    *(s for s in KERNEL_SHAPES if s.new == 1 and s.head_dim == 128),
+    Shape(16, 4096, 1, 8, 8, 64),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "quantization",
+        help="KV cache formats: quality, room, speed",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", "-m", default="gemma-3-270m", metavar="NAME", help="whose quality and room")
+    parser.add_argument("--only", choices=PARTS, action="append", help="one part (may be repeated)")
+    parser.add_argument("--text", metavar="FILE", help="text to read (default: some pages that ship with Octavo)")
+    parser.add_argument("--tokens", type=positive, default=2000, metavar="N", help="of the text (2000)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="OpenMP threads (torch's default)")
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="spent on each contender (0.5)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time instead of wall time; needs --threads 1"
+    )
+    add_report_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    import torch
+
+    from octavo.kernels import cpu
+    from octavo.models.load import read_spec
+
+    if args.seconds <= 0:
+        raise ConfigError(f"--seconds {args.seconds}: must be above 0")
+    if args.cpu_time and args.threads != 1:
+        raise ConfigError("--cpu-time counts one thread's work only: add --threads 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    parts = args.only or PARTS
+    spec = read_spec(args.model)
+    formats = [f for f in FORMATS if "int4" not in f.kv_dtype or spec.head_dim % GROUP == 0]
+    report = Report("quantization", {**machine_facts(), "model": args.model})
+    if "quality" in parts:
+        _quality(report, args, formats)
+    if "room" in parts:
+        _room(report, spec, formats)
+    if "attention" in parts:
+        if cpu.why_unavailable():
+            raise ConfigError(cpu.why_unavailable())
+        _speed(report, args.seconds, time.thread_time if args.cpu_time else time.perf_counter)
+        what = "processor" if args.cpu_time else "wall"
+        report.notes.append(
+            f"attention: {torch.get_num_threads()} threads, {cpu.instruction_set()} kernels, shuffled blocks of 16, "
+            f"{what} time, best of {args.seconds:g} s each, taking turns"
+        )
+    del report.facts["model"]  # a header with it would promise an engine's facts too
+    return publish(report, args)
+
+
+def default_text() -> str:
+    """A few pages of prose about the engine."""
+    return resources.files("octavo.bench").joinpath("prose.txt").read_text(encoding="utf-8")
+
+
+def bits_per_number(fmt: Format, spec: ModelSpec) -> float:
+    """Bits that a key or value number takes, scales included."""
+    return 8 * fmt.bytes_per_token_layer(spec) / spec.kv_values_per_token_layer()
+
+
+# -- quality -------------------------------------------------------------------------------------------------------
+
+
+def _quality(report: Report, args: argparse.Namespace, formats: list[Format]) -> None:
+    import torch
+
+    from octavo.bench.quality import Candidate, compare
+    from octavo.config import make_config
+    from octavo.kernels import cpu
+    from octavo.models.load import load_model
+
+    text = default_text() if args.text is None else Path(args.text).read_text(encoding="utf-8")
+    ops = cpu.make_ops(torch.float32)
+    model = load_model(make_config(model=args.model), dtype=torch.float32, device="cpu", ops=ops)
+    assert model.tokenizer is not None
+    ids = list(model.tokenizer.encode(text))[: args.tokens + 1]
+    if len(ids) < 2:
+        raise ConfigError(f"--text {args.text}: at least two tokens are needed")
+    candidates = {
+        f.name: Candidate(model.decoder, model.spec, len(ids), kv_dtype=f.kv_dtype, dtype=getattr(torch, f.dtype))
+        for f in formats
+    }
+    chunk = 128
+    with bar(len(formats) * -(-(len(ids) - 1) // chunk), "quality") as tick:
+        found = compare(candidates, ids, chunk=chunk, tick=tick)
+    base = found["float32"].perplexity
+    rows = [
+        {
+            "format": f.name,
+            "bits": bits_per_number(f, model.spec),
+            "perplexity": q.perplexity,
+            "change": q.perplexity / base - 1,
+            "mean_cosine": q.mean_cosine,
+            "worst_cosine": q.worst_cosine,
+            "divergence": q.divergence,
+            "agreement": q.agreement,
+        }
+        for f, q in ((f, found[f.name]) for f in formats)
+    ]
+    report.tables.append(Table(f"quality: {args.model} in float32 over {len(ids) - 1} tokens", QUALITY, rows))
+    report.goals.append(Goal("int8 logit cosine, mean", found["int8"].mean_cosine, GOAL_COSINE, at_least=True))
+    report.notes.append("quality: logits at every position against those over a float32 cache of the same run")
+
+
+# -- room ----------------------------------------------------------------------------------------------------------
+
+
+def _room(report: Report, spec: ModelSpec, formats: list[Format]) -> None:
+    rows: list[dict[str, Any]] = []
+    for fmt in formats:
+        layout = fmt.layout(spec)
+        blocks = POOL_BYTES // layout.bytes_per_block
+        counter = PagedAllocation(BlockPool(1), layout)
+        fits = {f"fits_{n}": blocks // counter.worst_case(n - 1, n, 1) for n in LENGTHS}
+        token = spec.num_layers * layout.bytes_per_token_layer
+        rows.append({"format": fmt.name, "token": token, "block": layout.bytes_per_block, **fits})
+    plain = next(r["block"] for r in rows if r["format"] == "bfloat16")
+    for row in rows:
+        row["ratio"] = plain / row["block"]
+    report.tables.append(Table("room: sequences in 1 GiB of blocks", ROOM, rows))
+    int8 = next(r["ratio"] for r in rows if r["format"] == "int8")
+    report.goals.append(Goal("int8 sequences in the same bytes, of bfloat16's", int8, GOAL_ROOM, at_least=True))
+
+
+# -- speed ---------------------------------------------------------------------------------------------------------
+
+
+def _speed(report: Report, seconds: float, clock: Callable[[], float]) -> None:
+    import torch
+
+    rows = []
+    with bar(len(SHAPES), "attention") as tick, torch.inference_mode():
+        for shape in SHAPES:
+            query = torch.randn(shape.rows, shape.heads, shape.head_dim)
+            ready = [_ready(fmt, shape) for fmt in FORMATS]
+            spent = best_times([lambda r=r, q=query: r.attend(0, q) for r in ready], seconds, clock)  # type: ignore[misc]
+            row: dict[str, Any] = {f.name: 1e3 * t for f, t in zip(FORMATS, spent, strict=True)}
+            row |= {"shape": str(shape), "int8_ratio": row["bfloat16"] / row["int8"]}
+            rows.append({**row, "int4_ratio": row["bfloat16"] / row["int4"]})
+            tick(str(shape))
+    report.tables.append(Table("attention of a decode step", SPEED, rows))
+    longest = rows[0]["int8_ratio"]
+    report.goals.append(Goal(f"int8 decode attention, {SHAPES[0]}, bf16 / int8", longest, GOAL_SPEED, at_least=True))
+
+
+def _ready(fmt: Format, shape: Shape) -> Any:
+    """A backend over filled, shuffled blocks, planned for one decode step."""
+    import torch
+
+    from octavo.kernels import cpu
+    from octavo.kernels.interface import AttentionBatch
+    from octavo.models.spec import ModelSpec, RotarySpec
+    from octavo.runner.kv_store import KVStore
+
+    assert shape.new == 1
+    spec = ModelSpec(
+        architecture="bench", vocab_size=1, hidden_size=shape.heads * shape.head_dim, intermediate_size=1,
+        num_layers=1, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.context, rms_norm_eps=1e-6, windows=(None,),
+        rotaries=(RotarySpec(),), rotary=(0,),
+    )  # fmt: skip
+    layout = fmt.layout(spec)
+    blocks = shape.rows * layout.blocks_for(shape.context)
+    store = KVStore.allocate(layout, spec, blocks, dtype=getattr(torch, fmt.dtype))
+    backend = cpu.NativeAttention(store.cache, spec)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32).view(shape.rows, -1)
+
+    def batch(new: int, slots: torch.Tensor, rows: torch.Tensor) -> AttentionBatch:
+        return AttentionBatch(
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32) * new,
+            context_len=torch.full((len(rows),), shape.context, dtype=torch.int32),
+            block_tables=[rows],
+            slots=[slots],
+            max_query=new,
+            max_context=shape.context,
+        )
+
+    positions = torch.arange(shape.context)
+    generator = torch.Generator().manual_seed(1)
+    for row in table:
+        slots = row.long()[positions // layout.block_size] * layout.block_size + positions % layout.block_size
+        backend.plan(batch(shape.context, slots, row[None]))
+        backend.write(0, *torch.randn(2, shape.context, shape.kv_heads, shape.head_dim, generator=generator))
+    backend.plan(batch(1, torch.zeros(shape.rows, dtype=torch.int64), table))
+    return backend

@@ -1,0 +1,59 @@
+"""`octavo bench quantization` on tiny things: the tables, exact room, and that quality is measured, not assumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny_models import write_tiny
+from octavo.bench import quantization
+from octavo.bench.kernels import Shape
+from octavo.cli.main import main
+from octavo.kernels import cpu
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("bench")
+    write_tiny("qwen3-tied", path)
+    return str(path)
+
+
+def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    target = tmp_path / "report.json"
+    assert main(["bench", "quantization", "--json", str(target), *arguments]) == 0
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+def test_quality_and_room(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tmp_path, "--model", tiny, "--only", "quality", "--only", "room", "--tokens", "150")
+    quality, room = found["tables"].values()
+    rows = {r["format"]: r for r in quality}
+    assert rows["float32"]["mean_cosine"] == pytest.approx(1) and rows["float32"]["change"] == 0
+    # Fewer bits, more divergence: a format that was not in use would not show any.
+    assert 0 < rows["int8"]["divergence"] < rows["int8,int4"]["divergence"] < rows["int4"]["divergence"]
+    assert [rows[name]["bits"] for name in ("bfloat16", "int8", "int4")] == [16, 8.5, 4.75]
+    assert {r["format"]: r["token"] for r in room}["int8"] == 3 * 2 * 2 * (32 + 2)
+    assert "octavo bench quantization" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
+def test_speed(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "SHAPES", (Shape(2, 64, 1, 4, 2, 32),))
+    found = report(tmp_path, "--model", tiny, "--only", "attention", "--seconds", "0.01")
+    (row,) = found["tables"]["attention of a decode step"]
+    assert all(row[f.name] > 0 for f in quantization.FORMATS)
+    assert row["int8_ratio"] == pytest.approx(row["bfloat16"] / row["int8"])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [(["--seconds", "0"], "must be above 0"), (["--cpu-time"], "--threads 1"), (["--text", "/dev/null"], "two tokens")],
+)
+def test_refusals(given: list[str], reason: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "quantization", "--model", tiny, "--only", "quality", *given]) != 0
+    assert reason in capsys.readouterr().err
