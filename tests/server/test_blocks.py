@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,6 +209,20 @@ def test_only_so_many_watch(served: Served, monkeypatch: pytest.MonkeyPatch) -> 
         assert events.next()[0] == "hello"
         answer = httpx.get(served.url + "/blocks/events")
         assert answer.status_code == 503 and "1 are watching already" in answer.json()["error"]["message"]
+
+
+def test_stalled_watchers_keep_nobody_out_until_there_are_many(served: Served) -> None:
+    assert served.engine is not None
+    feed = blocks.BlockFeed(served.engine)
+    now = time.monotonic()
+    reading = {object(): since for since in [None, now] * 7}
+    stalled = {object(): now - blocks.STALLED_SECONDS - 1 for _ in range(7)}
+    feed._sending = {**reading, **stalled}
+    assert feed.watchers == 21 and not feed.is_full, "14 and 7 quarters: less than 16"
+    feed._sending[object()] = now - blocks.STALLED_SECONDS - 1
+    assert feed.is_full
+    feed._sending = {object(): None for _ in range(blocks.MAX_WATCHERS)}
+    assert feed.is_full
 
 
 def test_the_end_of_the_engine_is_told(served: Served) -> None:

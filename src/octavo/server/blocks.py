@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -37,6 +38,7 @@ MOST_OF_THE_TIME = 0.01  # share of the time that snapshots may take
 IDLE_SECONDS = 2.0  # without a step, look again after so long
 HEARTBEAT_SECONDS = 15.0
 MAX_WATCHERS = 16
+STALLED_SECONDS = 30.0  # who has taken nothing for so long keeps nobody else out
 
 router = APIRouter(tags=["blocks"])
 
@@ -46,12 +48,24 @@ class BlockFeed:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.watchers = 0
+        self._sending: dict[object, float | None] = {}  # watcher -> since when it is being sent something
         self.snapshots = 0  # taken since the start
         self._lock = asyncio.Lock()
         self._view: BlockView | None = None
         self._taken_at = float("-inf")
         self.interval = 1.0 / SNAPSHOTS_PER_SECOND
+
+    @property
+    def watchers(self) -> int:
+        """Open streams, stalled ones included."""
+        return len(self._sending)
+
+    @property
+    def is_full(self) -> bool:
+        """Are so many watching that one more is too many? Stalled streams count a quarter: they only hold memory."""
+        now = time.monotonic()
+        stalled = sum(since is not None and now - since > STALLED_SECONDS for since in self._sending.values())
+        return len(self._sending) - stalled + stalled / 4 >= MAX_WATCHERS
 
     async def take(self) -> BlockView:
         """A snapshot of this moment."""
@@ -75,7 +89,17 @@ class BlockFeed:
 
     async def events(self, hello: dict[str, Any], over: Callable[[], bool]) -> AsyncIterator[bytes]:
         """Server-sent events for one watcher until `over()` or the engine ends: hello, a full frame, then deltas."""
-        self.watchers += 1
+        watcher = object()
+        try:
+            async with aclosing(self._events(hello, over)) as texts:
+                async for text in texts:
+                    self._sending[watcher] = time.monotonic()
+                    yield text
+                    self._sending[watcher] = None
+        finally:
+            self._sending.pop(watcher, None)
+
+    async def _events(self, hello: dict[str, Any], over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
         try:
             yield event(hello, "hello")
             sent, number = await self.take(), 0
@@ -94,8 +118,6 @@ class BlockFeed:
                     yield b": still here\n\n"
         except UnavailableError:  # the engine has gone while a snapshot was asked for
             pass
-        finally:
-            self.watchers -= 1
         yield event({}, "stopped")
 
 
@@ -179,7 +201,7 @@ async def snapshot(caller: KeyedCaller, feed: Feed) -> Response:
 @router.get("/blocks/events", summary="The block map as it changes")
 async def events(caller: KeyedCaller, feed: Feed, state: State) -> Response:
     """Server-sent events: `hello`, a full `frame`, then delta frames, at most a few a second; `stopped` at the end."""
-    if feed.watchers >= MAX_WATCHERS:
+    if feed.is_full:
         raise ApiError(503, f"{MAX_WATCHERS} are watching already; close one of them", headers={"Retry-After": "5"})
     hello = {
         "version": FEED_VERSION,
