@@ -98,7 +98,6 @@ def settle_speculation(
     if draft is not None:
         alone = runner(draft.decoder, draft.cache, draft.backend)
         draft_cost = measure_row_costs(alone, draft.cache.layout, alone=1, most=1)[0][1]
-    store.cache.kv.zero_()
     settings = SpeculationSettings(
         method=asked["method"],
         num_tokens=k,

@@ -1,4 +1,7 @@
-"""vLLM's engine settings that have no counterpart here: each may only be given the value that asks for nothing."""
+"""vLLM's engine settings: names that differ, and those that have no counterpart here.
+
+The latter may only be given the value that asks for nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,4 +33,8 @@ def config_from(**given: Any) -> EngineConfig:
             raise ConfigError(
                 f"{name}={value!r} would have no effect here; leave it out (or give {name}={NEUTRAL[name]!r})"
             )
+    if "speculative_config" in given:
+        if "speculative" in given:
+            raise ConfigError("speculative and speculative_config are the same setting; give one of them")
+        given["speculative"] = given.pop("speculative_config")
     return make_config(**given)

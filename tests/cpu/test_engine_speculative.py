@@ -24,7 +24,10 @@ from octavo.core.speculation import Speculator
 from octavo.engine import Engine, EngineStats
 from octavo.errors import ConfigError, SamplingError
 from octavo.outputs import RequestOutput
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.row_costs import measure_row_costs
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.vllm_names import config_from
 
 LONGEST = 128
 
@@ -305,6 +308,30 @@ def test_forms_that_mean_the_same() -> None:
     assert make_config(speculative="draft:a/b:c:4") == make_config(
         speculative='{"model": "a/b:c", "num_speculative_tokens": 4}'
     )
+
+
+def test_the_name_that_vllm_uses() -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    assert config_from(speculative_config=asked) == make_config(speculative=asked)
+    with pytest.raises(ConfigError, match="are the same setting"):
+        config_from(speculative_config=asked, speculative="ngram")
+
+
+def test_costs_are_measured_on_an_idle_pool_and_leave_nothing(models: dict[str, str]) -> None:
+    engine = build(models["gemma3"], speculative=setting(WAYS[1], models), max_num_seqs=4)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.num_rows == 0 and not runner.store.cache.kv.any()
+    settings = engine.scheduler.settings.speculation
+    assert settings is not None
+    rows = [r for r, _ in settings.row_costs]
+    assert rows == sorted(set(rows)) and rows[0] == 1 and 5 in rows and rows[-1] == 20
+    alone = ModelRunner(
+        runner._decoder, runner.store, runner._backend, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64,
+        vocab_size=320,
+    )  # fmt: skip
+    few = measure_row_costs(alone, runner.store.cache.layout, alone=3, most=40, budget=0.0)
+    assert [r for r, _ in few] == [1, 3, 32], "no time: one row, all guesses, a crowd"
 
 
 def test_drafts_that_do_not_fit_are_refused(models: dict[str, str]) -> None:
