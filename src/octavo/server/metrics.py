@@ -131,6 +131,26 @@ def _engine_families(reading: Reading, model: str) -> Iterator[Metric]:
     for reason, count in sorted(stats.miss_reasons.items()):
         misses.add_metric([model, reason], count)
     yield misses
+    if stats.spec_draft_tokens_per_pos:
+        yield from _speculation_families(stats, model)
+
+
+def _speculation_families(stats: EngineStats, model: str) -> Iterator[Metric]:
+    """Only of an engine that speculates."""
+    for name, text, value in (
+        ("spec_decode_num_drafts", "Rows computed with guesses", stats.spec_drafts),
+        ("spec_decode_num_draft_tokens", "Guesses checked", stats.spec_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Guesses found right", stats.spec_accepted_tokens),
+    ):
+        yield _one(CounterMetricFamily, name, text, model, value)
+    accepted = CounterMetricFamily(
+        "octavo:spec_decode_num_accepted_tokens_per_pos",
+        "Guesses found right, by place behind the last known token",
+        labels=["model_name", "position"],
+    )
+    for position, count in enumerate(stats.spec_accepted_tokens_per_pos):
+        accepted.add_metric([model, str(position)], count)
+    yield accepted
 
 
 def _latency_families(found: Latencies, model: str) -> Iterator[Metric]:
