@@ -1,12 +1,12 @@
 // Exact attention over quantised blocks: rows are widened to 16-bit integers on their way into the registers, and all
 // products are pairs of 16-bit integers summed in 32 bits, twice as many per instruction as with floats. Queries and
 // softmax weights become 16-bit integers too, with a scale for each row (and tile): an error of 2^-16 of the largest,
-// beside 2^-8 or more of the stored numbers. Softmax, segments and totals are those of attention.h.
+// beside 2^-8 or more of the stored numbers. Softmax, segments and totals are those of attention_float.h.
 //
 // Where a row's parts lie: octavo/core/kv_format.py. What they mean: octavo/kernels/quantized_kv.py, whose bytes
 // `write` repeats bit for bit.
 //
-// Invariant: as in attention.h. Sums of integers are exact, scales of queries and weights come from one query row
+// Invariant: as in attention_float.h. Sums of integers are exact, scales of queries and weights come from one query row
 // alone, and few rows and many take the same steps, so the bits of a row depend on its own tokens only.
 #pragma once
 
@@ -51,37 +51,35 @@ WorkQ carve_quantized(float* p, int64_t rows, int64_t d) {
   return w;
 }
 
-// Where the rows [begin, end) of one tile lie: keys in half 0, values in half 1.
+// Where the rows [begin, end) of one tile lie: keys in half 0, values in half 1. A run is the part of a block in it.
 struct TileQ {
   const char* data[2][kTile];
-  const char* scales[2][kTile];
-  const char* multipliers[2][kTile];
+  const char *scales[2][kTile], *multipliers[2][kTile];  // of each run's first row
+  int32_t ends[kTile], runs;                             // one past each run's last row
   int32_t begin, end;
 };
 
-// As `locate` in attention.h; also asks for the lines of the scales, which are read when the tile is worked on.
+// As `locate` in attention_float.h; also asks for the lines of the scales, which are read when the tile is worked on.
 bool locate_quantized(const AttentionArgs& a, const int32_t* table, int32_t head, int32_t begin, int32_t limit,
                       TileQ& tile) {
-  tile.begin = begin;
+  tile.begin = begin, tile.runs = 0;
   tile.end = begin < limit ? smaller(limit, (begin / kTile + 1) * kTile) : begin;
   int n = 0;
   for (int32_t k = begin; k < tile.end;) {
     const int32_t logical = k / a.block_size, stop = smaller(tile.end, (logical + 1) * a.block_size);
-    const int32_t block = table[logical], offset = k - logical * a.block_size;
+    const int32_t block = table[logical], offset = k - logical * a.block_size, run = tile.runs++;
     if (block < 0 || block >= a.num_blocks) return false;
     for (int half = 0; half < 2; ++half) {
       const QuantizedHalf& h = a.halves[half];
       const char* slab = (const char*)a.kv + block * a.block_stride + h.first + head * h.slab;
-      for (int32_t i = 0; i < stop - k; ++i) {
-        tile.data[half][n + i] = slab + (offset + i) * h.data;
-        tile.scales[half][n + i] = slab + h.scales + (offset + i) * 2;
-        tile.multipliers[half][n + i] = slab + h.multipliers + (offset + i) * h.groups;
-      }
-      __builtin_prefetch(slab + h.scales + offset * 2, 0, 2);
-      for (int64_t m = 0; m < (stop - k) * h.groups; m += 64)
-        __builtin_prefetch(slab + h.multipliers + offset * h.groups + m, 0, 2);
+      const char* row = slab + offset * h.data;
+      for (int32_t i = n; i < n + stop - k; ++i, row += h.data) tile.data[half][i] = row;
+      const char* scales = tile.scales[half][run] = slab + h.scales + offset * 2;
+      tile.multipliers[half][run] = slab + h.multipliers + offset * h.groups;
+      const int64_t bytes = tile.multipliers[half][run] + (stop - k) * h.groups - scales;
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
     }
-    n += stop - k, k = stop;
+    tile.ends[run] = n += stop - k, k = stop;
   }
   for (; n && n < kTile; ++n) tile.data[0][n] = tile.data[0][n - 1], tile.data[1][n] = tile.data[1][n - 1];
   return true;
@@ -89,18 +87,23 @@ bool locate_quantized(const AttentionArgs& a, const int32_t* table, int32_t head
 
 // Scales as floats (zero past the end) and multipliers as int4 rows want them.
 void read_scales(const AttentionArgs& a, const TileQ& tile, const WorkQ& w) {
-  const int count = tile.end - tile.begin;
   for (int half = 0; half < 2; ++half) {
     float* to = half ? w.value_scale : w.key_scale;
-    for (int c = 0; c < count; ++c) {
-      bf16 scale;
-      memcpy(&scale, tile.scales[half][c], sizeof scale);
-      to[c] = widen(scale);
-    }
-    for (int c = count; c < kTile; ++c) to[c] = 0;
     const int32_t groups = (int32_t)a.halves[half].groups;
-    int32_t* m = w.multipliers + half * kTile * groups_of(a.head_dim);
-    for (int c = 0; c < (groups ? count : 0); ++c) spread_multipliers(tile.multipliers[half][c], groups, m + c * groups);
+    int32_t* spread = w.multipliers + half * kTile * groups_of(a.head_dim);
+    int c = 0;
+    for (int run = 0; run < tile.runs; ++run) {
+      const int first = c, end = tile.ends[run];
+      const char* from = tile.scales[half][run];
+      for (; c + 8 <= end; c += 8, from += 16) store(to + c, load((const bf16*)from));
+      for (; c < end; ++c, from += 2) {
+        bf16 scale;
+        memcpy(&scale, from, sizeof scale);
+        to[c] = widen(scale);
+      }
+      spread_multipliers(tile.multipliers[half][run], (end - first) * groups, spread + first * groups);
+    }
+    for (; c < kTile; ++c) to[c] = 0;
   }
 }
 
@@ -114,8 +117,7 @@ float to_levels(const float* from, int n, int16_t* to) {
   }
   const float most = largest(top), inverse = most > 0x1p-110f ? kLevels / most : 0.0f;
   for (int j = 0; j < n; j += 8) {
-    const i8 q = to_int(round_small(load(from + j) * splat(inverse)));
-    for (int i = 0; i < 8; ++i) to[j + i] = (int16_t)q[i];
+    store_words8(to + j, to_int(round_small(load(from + j) * splat(inverse))));
   }
   return most / kLevels + sum(bad);
 }
@@ -126,18 +128,21 @@ OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, const char* co
   i8 acc[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) acc[i] = splat_int(0);
+  const char* at[NK];
+  for (int c = 0; c < NK; ++c) at[c] = keys.data[c];
   for (int j = 0; j < d; j += 16) {
     words k[NK];
 #pragma GCC unroll 8
     for (int c = 0; c < NK; ++c) {
       if (Ask) ask_row<T>(next[c], j);
-      k[c] = keys.load(c, j);
+      k[c] = T::load(at[c], keys.multipliers + c * keys.groups, j);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < NQ; ++r) {
-      const words q = load_words(query + (int64_t)r * d + j);
+      words q = load_words(query + (int64_t)r * d + j);
+      if (NK > 1 && NK < 8) keep(q);
 #pragma GCC unroll 8
-      for (int c = 0; c < NK; ++c) acc[r * NK + c] = acc[r * NK + c] + pairs(q, k[c]);
+      for (int c = 0; c < NK; ++c) acc[r * NK + c] = add_pairs(acc[r * NK + c], q, k[c]);
     }
   }
   f8 lanes[8];
@@ -202,21 +207,21 @@ OCTAVO_INLINE void weigh_levels(float* acc, const int16_t* weights, const float*
   for (int r = 0; r < NQ; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * NP; ++v) sums[r][v] = splat_int(0);
+  const bool asking = next && j % (64 * T::kPerLine) < 16 * NP;
   for (int c = 0; c < count; c += 2) {
     const int second = c + 1 < count ? c + 1 : c;  // its weight is zero
     words low[NP], high[NP];
+    if (asking) ask_row<T>(next[c], j), ask_row<T>(next[c + 1], j);
 #pragma GCC unroll 4
-    for (int v = 0; v < NP; ++v) {
-      if (next) ask_row<T>(next[c], j + 16 * v), ask_row<T>(next[c + 1], j + 16 * v);
+    for (int v = 0; v < NP; ++v)
       interleave(values.load(c, j + 16 * v), values.load(second, j + 16 * v), low[v], high[v]);
-    }
 #pragma GCC unroll 6
     for (int r = 0; r < NQ; ++r) {
       const words p = splat_pair(weights + r * kTile + c);
 #pragma GCC unroll 4
       for (int v = 0; v < NP; ++v) {
-        sums[r][2 * v] = sums[r][2 * v] + pairs(p, low[v]);
-        sums[r][2 * v + 1] = sums[r][2 * v + 1] + pairs(p, high[v]);
+        sums[r][2 * v] = add_pairs(sums[r][2 * v], p, low[v]);
+        sums[r][2 * v + 1] = add_pairs(sums[r][2 * v + 1], p, high[v]);
       }
     }
   }
@@ -245,6 +250,8 @@ void weigh_tile_levels(const Work& w, const WorkQ& q, int begin, int end, const 
         weigh_levels<1, 2>(at(r), weights(r), w.factors + r, q.weight_scale + r, values, count, next, d, j);
   for (; j < d; j += 16) {
     int r = begin;
+    for (; r + 6 <= end; r += 6)
+      weigh_levels<6, 1>(at(r), weights(r), w.factors + r, q.weight_scale + r, values, count, next, d, j);
     for (; r + 4 <= end; r += 4)
       weigh_levels<4, 1>(at(r), weights(r), w.factors + r, q.weight_scale + r, values, count, next, d, j);
     for (; r + 2 <= end; r += 2)
@@ -313,7 +320,7 @@ void attend_tile_quantized(const AttentionArgs& a, const Work& w, const WorkQ& q
     weigh_half<Int4>(a, w, q, tile, next, first, last);
 }
 
-// As `attend_item` in attention.h.
+// As `attend_item` in attention_float.h.
 template <class IO>
 bool attend_item_quantized(const AttentionArgs& a, const AttentionItem& it, float* memory) {
   const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;

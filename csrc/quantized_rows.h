@@ -23,7 +23,22 @@ OCTAVO_INLINE words load_words(const int16_t* p) {
   memcpy(&v, p, sizeof v);
   return v;
 }
+OCTAVO_INLINE void keep(words& v) {  // as for floats
+#if defined(__AVX2__)
+  __asm__("" : "+x"(v));
+#else
+  (void)v;
+#endif
+}
 OCTAVO_INLINE void store_words(int16_t* p, words v) { memcpy(p, &v, sizeof v); }
+OCTAVO_INLINE void store_words8(int16_t* p, i8 v) {  // numbers that fit 16 bits
+#if defined(__AVX2__)
+  const __m256i packed = _mm256_packs_epi32((__m256i)v, (__m256i)v);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  for (int i = 0; i < 8; ++i) p[i] = (int16_t)v[i];
+#endif
+}
 
 // Two 16-bit numbers, over and over.
 OCTAVO_INLINE words splat_pair(const int16_t* p) {
@@ -32,14 +47,15 @@ OCTAVO_INLINE words splat_pair(const int16_t* p) {
   return (words)splat_int(both);
 }
 
-// Lane i: a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
-OCTAVO_INLINE i8 pairs(words a, words b) {
-#if defined(__AVX2__)
-  return (i8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+// Lane i: sum + a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
+OCTAVO_INLINE i8 add_pairs(i8 sum, words a, words b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return (i8)_mm256_dpwssd_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+  return sum + (i8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-  i8 v;
-  for (int i = 0; i < 8; ++i) v[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-  return v;
+  for (int i = 0; i < 8; ++i) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  return sum;
 #endif
 }
 
@@ -73,10 +89,10 @@ OCTAVO_INLINE void in_order(i8 low, i8 high, i8& first, i8& second) {
 #endif
 }
 
-// ---- Formats: how 16 numbers become 16-bit integers, and how many bytes a number takes ------------------------------
+// ---- Formats: how 16 numbers become 16-bit integers, and how many times 64 numbers fill a line of 64 bytes ----------
 
 struct Int8 {
-  static constexpr int kPerByte = 1;
+  static constexpr int kPerLine = 1;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
 #if defined(__AVX2__)
     return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(data + j)));
@@ -91,7 +107,7 @@ struct Int8 {
 // Numbers i, i + 8, i + 16, i + 24 of a group are the four quarters of 16-bit word i. A quarter moved to the top of its
 // word is the number times 4096, sign included; times 16 multipliers, the high half of the product is number * multiplier.
 struct Int4 {
-  static constexpr int kPerByte = 2;
+  static constexpr int kPerLine = 2;
   OCTAVO_INLINE static words load(const char* data, const int32_t* multipliers, int j) {
     const int half = j & 16;
 #if defined(__AVX2__)
@@ -115,8 +131,8 @@ struct Int4 {
   }
 };
 
-struct Wide {  // widened before
-  static constexpr int kPerByte = 0;
+struct Wide {  // widened before; lies in the caches
+  static constexpr int kPerLine = 1;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
     return load_words((const int16_t*)data + j);
   }
@@ -141,16 +157,15 @@ struct Rows {
   }
 };
 
-// Ask for the line that holds number j of a row, once per line.
+// Ask for the line that holds number j of a row; once for each 64 * kPerLine numbers is enough.
 template <class T>
 OCTAVO_INLINE void ask_row(const char* row, int j) {
-  constexpr int per_byte = T::kPerByte ? T::kPerByte : 1;
-  if (j % (64 * per_byte) == 0) __builtin_prefetch(row + j / per_byte, 0, 2);
+  if (j % (64 * T::kPerLine) == 0) __builtin_prefetch(row + j / T::kPerLine, 0, 2);
 }
 
-// A row's multipliers as `Int4::load` wants them: times 16, twice in a 32-bit word.
-OCTAVO_INLINE void spread_multipliers(const char* from, int32_t groups, int32_t* to) {
-  for (int32_t g = 0; g < groups; ++g) to[g] = ((int32_t)(int8_t)from[g] * 16 & 0xFFFF) * 0x10001;
+// Multipliers as `Int4::load` wants them: times 16, twice in a 32-bit word.
+OCTAVO_INLINE void spread_multipliers(const char* from, int32_t count, int32_t* to) {
+  for (int32_t i = 0; i < count; ++i) to[i] = ((int32_t)(int8_t)from[i] * 16 & 0xFFFF) * 0x10001;
 }
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------
