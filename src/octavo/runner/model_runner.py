@@ -15,16 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from octavo.core.step import Drawn, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.draft import Draft, DraftModel
-from octavo.runner.filters import Scratch
 from octavo.runner.kv_store import KVStore
-from octavo.runner.logprobs import token_logprobs
 from octavo.runner.rows import RowStore, SequenceRow
 from octavo.runner.sampler import Draw, Sampler
 from octavo.runner.verify import Pick, draw_picks
@@ -108,7 +105,6 @@ class ModelRunner:
                 max_tokens=max_num_batched_tokens,
                 vocab_size=vocab_size,
             )
-        self._scratch = Scratch(vocab_size)
         self._head_rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         self._vocab_size = vocab_size
         # The decoder's own argmax, if it has one and it looks at the same columns.
@@ -240,12 +236,14 @@ class ModelRunner:
         entries: list[TokenLogprobs] = []
         for low in range(s.start, last, self._head_rows):
             positions = range(low, min(low + self._head_rows, last))
-            logits = self._logits(hidden, [first_token + p - s.start for p in positions]).cpu().numpy()
+            logits = self._logits(hidden, [first_token + p - s.start for p in positions])
+            following = [row.token_ids[p + 1] for p in positions]
             with self.profile.section("sample"):
-                for p, values in zip(positions, logits, strict=True):
-                    if row.error is None and not np.isfinite(values.max()):
-                        row.error = f"the model's logits have no usable maximum at position {p + 1} of the prompt"
-                    if row.error is not None:
-                        return ()
-                    entries.append(token_logprobs(values, row.token_ids[p + 1], s.prompt_logprobs, self._scratch))
+                found = self._sampler.prompt_logprobs(logits, following, s.prompt_logprobs)
+            for p, entry in zip(positions, found, strict=True):
+                if row.error is None and entry is None:
+                    row.error = f"the model's logits have no usable maximum at position {p + 1} of the prompt"
+                if row.error is not None or entry is None:
+                    return ()
+                entries.append(entry)
         return tuple(entries)

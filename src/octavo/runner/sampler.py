@@ -81,6 +81,22 @@ class Sampler:
             best, highest = places.cpu().numpy(), values.cpu().numpy()
         return self._greedy_answers(best.tolist(), highest.tolist(), draws)
 
+    def prompt_logprobs(self, logits: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs | None]:
+        """logits float32 [N, V], the N tokens that follow -> raw entries with k likeliest; None: no finite maximum."""
+        rows = list(np.ascontiguousarray(logits.cpu().numpy()))
+        if self._native is None:
+            return [
+                logprobs.token_logprobs(row, token, k, self._scratch) if np.isfinite(row.max()) else None
+                for row, token in zip(rows, tokens, strict=True)
+            ]
+        _, highest = self._native.scan(rows)
+        good = [i for i, value in enumerate(highest) if math.isfinite(value)]
+        found = self._native.logprobs(good, [tokens[i] for i in good], [k] * len(good))
+        entries: list[TokenLogprobs | None] = [None] * len(rows)
+        for i, (ids, values, rank) in zip(good, found, strict=True):
+            entries[i] = TokenLogprobs(tuple(ids), tuple(values), rank)
+        return entries
+
     def greedy(self, best: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         """One `Drawn` per plain greedy draw, from the index and value of each row's largest logit."""
         return self._greedy_answers(best.tolist(), highest.tolist(), draws)
