@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"<!-- test: runs -->\n```python\n(.*?)```", README, re.S)
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
@@ -21,7 +21,10 @@ def test_example_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") >= 3
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"octavo (generate|chat|info|replay|bench \w+)", README))))
+COMMANDS = r"octavo (generate|chat|serve|info|plan|simulate|replay|view|doctor|top|bench \w+)"
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(COMMANDS, README))))
 def test_named_command_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*command.split(), "--help"])
