@@ -31,7 +31,7 @@ SECONDS = 5.0  # most time for one grammar
 STUCK = 4  # compilations that ran out of time and may still be running; more are refused
 STACK_BYTES = 256 << 20  # the library follows chains of references by recursion; address space, not memory
 TRIED_STEPS = 12
-MASK_SECONDS = 0.01  # of this thread's time, for one token: every other request waits meanwhile
+MASK_SECONDS = 0.02  # of this thread's time, for one token: every other request waits meanwhile
 #: JSON allows endless white space between values, and a model can get lost in it: nothing, one space, or one line break
 #: with an indentation.
 WHITE_SPACE = r"( |\n {0,24}|\n\t{0,12})?"
