@@ -39,7 +39,7 @@ inline bool has_amx() {
   return true;
 #else
   unsigned eax, ebx, ecx, edx;
-  if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   if (!(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false;  // OSXSAVE
   unsigned low, high;
