@@ -191,6 +191,20 @@ def test_echo_with_logprobs_gives_those_of_the_prompt(client: openai.OpenAI, llm
     assert [answer.choices[0].text[o : o + 1] for o in found.text_offset[1:]] == list("The capital of")
 
 
+def test_everything_else_of_sampling_params(client: openai.OpenAI, llm: LLM) -> None:
+    sampling = {"n": 2, "best_of": 4, "seed": 5, "max_tokens": 8, "prompt_logprobs": 1, "detokenize": False}
+    extra = {**sampling, "return_token_ids": True}
+    answer: Any = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra)
+    expected = llm.chat(MESSAGES, SamplingParams(**sampling), use_tqdm=False)[0]
+    assert [c.token_ids for c in answer.choices] == [o.token_ids for o in expected.outputs]
+    assert [c.message.content for c in answer.choices] == ["", ""]
+    found = answer.choices[0].prompt_logprobs["token_logprobs"]
+    assert expected.prompt_logprobs is not None
+    assert found[1:] == pytest.approx(
+        [e[t].logprob for t, e in zip(expected.prompt_token_ids[1:], expected.prompt_logprobs[1:], strict=True) if e]
+    )
+
+
 def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
     prompt = "a long prompt that fills several blocks of the pool, so that it can be found again"
     first = client.completions.create(model="tiny", prompt=prompt, max_tokens=2)

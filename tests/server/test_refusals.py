@@ -50,7 +50,7 @@ def refused(served: Served, path: str, body: Any, status: int = 400) -> dict[str
     [
         (CHAT, {"messages": USER}, ["functions", "function_call", "audio", "modalities", "store", "reasoning_effort",
                                     "service_tier", "prediction", "web_search_options", "chat_template", "anything",
-                                    "best_of", "echo", "suffix"]),
+                                    "echo", "suffix"]),
         (COMPLETIONS, {"prompt": "hi"}, ["suffix", "messages", "max_completion_tokens", "top_logprobs", "anything"]),
         (RESPONSES, {"input": "hi"}, ["previous_response_id", "tools", "reasoning", "include", "background", "n"]),
         ("/v1/embeddings", {"input": "hi"}, ["temperature", "anything"]),
@@ -107,6 +107,8 @@ def test_a_field_that_is_not_supported_is_named(
         (COMPLETIONS, {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, "logprobs"),
         (COMPLETIONS, {"prompt": ["a", "b", "c", "d", "e"]}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
+        (CHAT, {"messages": USER, "best_of": 3, "stream": True}, "best_of"),
+        (CHAT, {"messages": USER, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (RESPONSES, {}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": "x", "store": True}, "store"),

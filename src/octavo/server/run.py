@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -103,6 +104,8 @@ class Running:
         self._progress("grammars", 0, 1)
         if why := engine.warm_grammars():
             logger.info("requests for structured output will be refused: %s", why)
+        gc.collect()
+        gc.freeze()  # weights, tables and modules stay: collections need not look at them again
         running = AsyncEngine(engine)
         running.start()
         self.state.attach(running)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from octavo.async_engine import AsyncEngine
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
+from octavo.server.protocol.common import GenerationBody
 from octavo.server.state import ServerState
 from octavo.server.wire import dumps
 
@@ -68,6 +69,20 @@ def settle(body: BaseModel, state: ServerState, **extra: Any) -> Settled:
     told = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "deadline_ms")
     defaulted = {n: getattr(params, n) for n in told if n not in asked and n in type(body).model_fields}
     return Settled(params, {n: v for n, v in defaulted.items() if v is not None})
+
+
+def check_stream(body: GenerationBody) -> None:
+    """What cannot be streamed because it is known only at the end."""
+    if not body.stream:
+        if body.stream_options is not None:
+            raise ApiError(400, "stream_options has no effect without stream", param="stream_options")
+        return
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        message = "best_of cannot be streamed: which texts are kept is known only at the end"
+        raise ApiError(400, message, param="best_of", code="contradiction")
+    if body.prompt_logprobs is not None:
+        message = "prompt_logprobs cannot be streamed; leave out one of the two"
+        raise ApiError(400, message, param="prompt_logprobs", code="contradiction")
 
 
 def check_model(name: str | None, state: ServerState) -> str:

@@ -51,6 +51,9 @@ class GenerationBody(Body):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    detokenize: bool | None = Field(None, description="false: no text, only what return_token_ids adds")
+    best_of: int | None = Field(None, description="draw so many, return the n most likely; not with stream")
+    prompt_logprobs: int | None = Field(None, ge=0, description="log-probabilities of the prompt; not with stream")
 
     prompt_token_ids: list[TokenId] | None = Field(None, description="the prompt, already encoded")
     return_token_ids: bool | None = Field(None, description="adds token_ids to every choice, and prompt_token_ids")

@@ -12,8 +12,6 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]] | None = None
     max_tokens: int | None = Field(None, ge=0, description="16 when left out; 0 together with echo")
-    best_of: int | None = Field(None, description="draw so many, return the n most likely; not with stream")
     logprobs: int | None = Field(None, ge=0, description="so many of the most likely tokens at each place")
-    prompt_logprobs: int | None = Field(None, ge=0, description="the same for the prompt, as prompt_logprobs")
     echo: bool | None = Field(None, description="the prompt before the answer")
     add_special_tokens: bool | None = Field(None, description="the model's begin token before a text prompt (true)")

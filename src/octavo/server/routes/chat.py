@@ -16,10 +16,10 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
-from octavo.server.logprobs import TokenSpeller, chat_logprobs
+from octavo.server.logprobs import CompletionLogprobs, TokenSpeller, chat_logprobs
 from octavo.server.prompts import as_template_message, conversation
 from octavo.server.protocol.chat import ChatBody
-from octavo.server.sampling import Settled, check_model, settle
+from octavo.server.sampling import Settled, check_model, check_stream, settle
 from octavo.server.security import KeyedCaller
 from octavo.server.state import ReadyEngine, State
 from octavo.server.tooling import ToolPlan, ToolReader, blaming, plan_for, structure_of
@@ -71,8 +71,7 @@ def check(body: ChatBody) -> None:
         raise ApiError(400, message, param="max_tokens", code="contradiction")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options has no effect without stream", param="stream_options")
+    check_stream(body)
 
 
 def one_structure(body: ChatBody, plan: ToolPlan | None) -> dict[str, Any] | None:
@@ -140,6 +139,9 @@ class ChatAnswer:
         }
         if self._body.return_token_ids:
             choice["token_ids"], choice["prompt_token_ids"] = sample.token_ids, output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            found = CompletionLogprobs(self._speller).take(output.prompt_token_ids, output.prompt_logprobs)
+            choice["prompt_logprobs"] = found
         return choice
 
     def _logprobs(self, token_ids: list[int], entries: Any) -> dict[str, Any] | None:

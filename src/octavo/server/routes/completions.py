@@ -15,7 +15,7 @@ from octavo.server.exchange import Exchange
 from octavo.server.logprobs import CompletionLogprobs, TokenSpeller
 from octavo.server.prompts import texts
 from octavo.server.protocol.completions import CompletionBody
-from octavo.server.sampling import Settled, check_model, settle
+from octavo.server.sampling import Settled, check_model, check_stream, settle
 from octavo.server.security import KeyedCaller
 from octavo.server.state import ReadyEngine, State
 from octavo.server.wire import DONE, dumps, event
@@ -61,18 +61,10 @@ def check(body: CompletionBody) -> None:
         raise ApiError(400, message, param="prompt", code="missing" if body.prompt is None else "contradiction")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens=0: nothing would be returned; use at least 1, or echo", param="max_tokens")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options has no effect without stream", param="stream_options")
-    if not body.stream:
-        return
-    if body.best_of is not None and body.best_of > (body.n or 1):
-        message = "best_of cannot be streamed: which texts are kept is known only at the end"
-        raise ApiError(400, message, param="best_of", code="contradiction")
-    for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(body, name) is not None and (body.echo or name == "prompt_logprobs")
-        if wanted:
-            message = "log-probabilities of a prompt cannot be streamed: leave out stream, or echo and prompt_logprobs"
-            raise ApiError(400, message, param=name, code="contradiction")
+    check_stream(body)
+    if body.stream and body.echo and body.logprobs is not None:
+        message = "log-probabilities of a prompt cannot be streamed: leave out stream, echo or logprobs"
+        raise ApiError(400, message, param="logprobs", code="contradiction")
 
 
 class CompletionAnswer:
