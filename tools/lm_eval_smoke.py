@@ -72,7 +72,9 @@ def offline(model: str, samples: list[dict[str, Any]]) -> float:
         for sample in samples:
             for choice, answer in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True):
                 text = f"{sample['doc']['question']} {choice}"
-                whole, context = llm.encode(text), llm.encode(sample["doc"]["question"])
+                # lm-eval encodes without special tokens, the question first.
+                whole = llm.encode(text, add_special_tokens=False)
+                context = llm.encode(sample["doc"]["question"], add_special_tokens=False)
                 output = llm.generate({"prompt_token_ids": whole}, params, use_tqdm=False)[0]
                 assert output.prompt_logprobs is not None
                 entries = list(zip(whole, output.prompt_logprobs, strict=True))[len(context) :]
