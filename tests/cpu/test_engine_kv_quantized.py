@@ -77,7 +77,7 @@ def test_the_same_bytes_hold_more_blocks(models: dict[str, Path]) -> None:
         engine = Engine.build(config)
         counted = engine.config.num_blocks
         assert counted is not None
-        assert engine.hardware["kv_bytes"] == counted * engine.scheduler.memory.layout.bytes_per_block  # type: ignore[index]
+        assert engine.hardware["kv_bytes"] == counted * engine.scheduler.memory.layout.bytes_per_block
         engine.close()
         return counted
 
@@ -138,7 +138,7 @@ def qualities(model: LoadedModel, token_ids: list[int], chunk: int) -> dict[str,
     def candidate(kv_dtype: str, factor: float = 1.0) -> Candidate:
         return Candidate(
             model.decoder, model.spec, len(token_ids), kv_dtype=kv_dtype, wrap=lambda inner: Scaled(inner, factor)
-        )  # type: ignore[arg-type]
+        )
 
     candidates = {
         "float32": candidate("auto"),

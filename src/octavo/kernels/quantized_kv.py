@@ -142,7 +142,8 @@ class QuantizedRows:
         found = []
         for (row, views), part in zip(self._halves, index.chunk(2), strict=True):
             block, head, offset = self._where(part)
-            found.append(decode(*(view[block, place, head, offset] for view in views), row))
+            data, scale, multipliers = (view[block, place, head, offset] for view in views)
+            found.append(decode(data, scale, multipliers, row))
         return torch.cat(found)
 
     def _where(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
