@@ -246,6 +246,14 @@ def test_static_allocation_and_one_table_for_all_layers(models: dict[str, str]) 
     assert told(run(together, asks)) == expected
 
 
+@pytest.mark.parametrize("kv", ["int8", "int8,int4"])
+def test_over_quantised_keys_and_values(models: dict[str, str], kv: str) -> None:
+    asks = [(p, SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=16)) for i, p in enumerate(prompts(12))]
+    plain, guessing = (build(models["gemma3"], kv_cache_dtype=kv, **more) for more in ({}, {"speculative": "ngram"}))
+    assert told(run(guessing, asks)) == told(run(plain, asks))
+    assert guessing.stats().spec_accepted_tokens > 0
+
+
 def test_tokens_behind_a_stop_string_do_not_count(models: dict[str, str]) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, stop=["e", "a", "t"], ignore_eos=True)
     asks = [(p, params) for p in prompts(12, seed=5)]
