@@ -45,16 +45,21 @@ class Busy:
         self._go.set()
 
 
+def until_waiting(served: Served, count: int) -> None:
+    assert served.engine is not None
+    limit = time.monotonic() + 20
+    while served.engine.num_waiting < count:
+        assert time.monotonic() < limit, f"{served.engine.num_waiting} wait, {count} should"
+        time.sleep(0.005)
+
+
 def test_a_full_queue_is_a_429_with_the_numbers(served: Served) -> None:
     answers: list[httpx.Response] = []
     with Busy(served):
         threads = [threading.Thread(target=lambda: answers.append(complete(served))) for _ in range(3)]
         for thread in threads:
             thread.start()
-        limit = time.monotonic() + 10
-        while served.engine.num_waiting < 3:  # type: ignore[union-attr]
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+        until_waiting(served, 3)
         shed = complete(served)
         too_many = complete(served, prompt=["a", "b"])
         assert httpx.get(served.url + "/health").status_code == 200  # never shed
@@ -77,7 +82,8 @@ def test_a_deadline_that_passes_in_the_queue_is_a_503(served: Served) -> None:
     with Busy(served):
         thread = threading.Thread(target=lambda: late.append(complete(served, deadline_ms=50)))
         thread.start()
-        time.sleep(0.2)
+        until_waiting(served, 1)
+        time.sleep(0.1)  # the deadline passes
     thread.join()
     assert late[0].status_code == 503
     assert late[0].json()["error"]["param"] == "deadline_ms"
@@ -108,7 +114,7 @@ def test_a_smaller_priority_runs_earlier(served: Served) -> None:
         for name, priority in (("late", 5), ("urgent", -5)):
             threads.append(threading.Thread(target=ask, args=(name, priority)))
             threads[-1].start()
-            time.sleep(0.1)
+            until_waiting(served, len(threads))
     for thread in threads:
         thread.join()
     assert ended == ["urgent", "late"]
