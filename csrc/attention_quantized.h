@@ -124,7 +124,7 @@ float to_levels(const float* from, int n, int16_t* to) {
 
 // Sums of 8 = NQ * NK dot products, one per lane as in `score`: lane r * NK + c is query r against key c.
 template <int NQ, int NK, bool Ask, class T>
-OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, const char* const* next, int d, float* out) {
+OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, Ahead next, int d, float* out) {
   i8 acc[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) acc[i] = splat_int(0);
@@ -134,7 +134,7 @@ OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, const char* co
     words k[NK];
 #pragma GCC unroll 8
     for (int c = 0; c < NK; ++c) {
-      if (Ask) ask_row<T>(next[c], j);
+      if (Ask) next.ask(c, j);
       k[c] = T::load(at[c], keys.multipliers + c * keys.groups, j);
     }
 #pragma GCC unroll 4
@@ -152,32 +152,31 @@ OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, const char* co
 }
 
 template <int NQ, int NK, bool Ask, class T>
-OCTAVO_INLINE void dot_run(const int16_t* query, const Rows<T>& keys, const char* const* next, int count, int d,
-                           float* out) {
+OCTAVO_INLINE void dot_run(const int16_t* query, const Rows<T>& keys, Ahead next, int count, int d, float* out) {
   int c = 0;
-  for (; c + NK <= count; c += NK) dot<NQ, NK, Ask>(query, keys.from(c), next + c, d, out + c);
+  for (; c + NK <= count; c += NK) dot<NQ, NK, Ask>(query, keys.from(c), next.from(c), d, out + c);
   if (c == count) return;
   const char* tail[NK];  // repeat the last key; its extra sums land in a buffer of the same shape
   int32_t many[NK * kMostGroups];
   const Rows<T> last = keys.repeat_last(c, count, NK, tail, many);
   float extra[NQ * kTile];
-  dot<NQ, NK, false>(query, last, tail, d, extra);
+  dot<NQ, NK, false>(query, last, next, d, extra);
   for (int r = 0; r < NQ; ++r) memcpy(out + r * kTile + c, extra + r * kTile, (size_t)(count - c) * sizeof(float));
 }
 
 // Raw sums for rows [begin, end) and `count` keys -> w.scores from column `column` on. next: rows to ask for meanwhile.
 template <bool Ask, class T>
-void dot_tile(const Work& w, const WorkQ& q, int begin, int end, const Rows<T>& keys, const char* const* next,
-              int column, int count, int d) {
+void dot_tile(const Work& w, const WorkQ& q, int begin, int end, const Rows<T>& keys, Ahead next, int column,
+              int count, int d) {
   for (int c = 0; c < count; c += kSubTile) {
     const int some = smaller(kSubTile, count - c);
     const Rows<T> k = keys.from(c);
     float* out = w.scores + column + c;
     int r = begin;
     const auto query = [&](int row) { return q.query + (int64_t)row * d; };
-    for (; r + 4 <= end; r += 4) dot_run<4, 2, Ask>(query(r), k, next + c, some, d, out + r * kTile);
-    for (; r + 2 <= end; r += 2) dot_run<2, 4, Ask>(query(r), k, next + c, some, d, out + r * kTile);
-    if (r < end) dot_run<1, 8, Ask>(query(r), k, next + c, some, d, out + r * kTile);
+    for (; r + 4 <= end; r += 4) dot_run<4, 2, Ask>(query(r), k, next.from(c), some, d, out + r * kTile);
+    for (; r + 2 <= end; r += 2) dot_run<2, 4, Ask>(query(r), k, next.from(c), some, d, out + r * kTile);
+    if (r < end) dot_run<1, 8, Ask>(query(r), k, next.from(c), some, d, out + r * kTile);
   }
 }
 
@@ -201,17 +200,17 @@ float weights_to_levels(const float* weights, const float* value_scale, int coun
 // acc[r][columns j ..] = acc * factor + scale * sum over keys of weight * value, for NQ rows and NP times 16 columns.
 template <int NQ, int NP, class T>
 OCTAVO_INLINE void weigh_levels(float* acc, const int16_t* weights, const float* factors, const float* scales,
-                                const Rows<T>& values, int count, const char* const* next, int d, int j) {
+                                const Rows<T>& values, int count, Ahead next, int d, int j) {
   i8 sums[NQ][2 * NP];
 #pragma GCC unroll 6
   for (int r = 0; r < NQ; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * NP; ++v) sums[r][v] = splat_int(0);
-  const bool asking = next && j % (64 * T::kPerLine) < 16 * NP;
+  const bool asking = next.wants(j);
   for (int c = 0; c < count; c += 2) {
     const int second = c + 1 < count ? c + 1 : c;  // its weight is zero
     words low[NP], high[NP];
-    if (asking) ask_row<T>(next[c], j), ask_row<T>(next[c + 1], j);
+    if (asking) next.ask(c, j), next.ask(c + 1, j);
 #pragma GCC unroll 4
     for (int v = 0; v < NP; ++v)
       interleave(values.load(c, j + 16 * v), values.load(second, j + 16 * v), low[v], high[v]);
@@ -240,7 +239,7 @@ OCTAVO_INLINE void weigh_levels(float* acc, const int16_t* weights, const float*
 
 template <class T>
 void weigh_tile_levels(const Work& w, const WorkQ& q, int begin, int end, const Rows<T>& values,
-                       const char* const* next, int count, int d) {
+                       Ahead next, int count, int d) {
   int j = 0;
   const auto at = [&](int row) { return w.acc + (int64_t)row * d; };
   const auto weights = [&](int row) { return q.weights + row * kTile; };
@@ -277,10 +276,10 @@ void score_half(const AttentionArgs& a, const Work& w, const WorkQ& q, const Til
   const int d = a.head_dim, count = tile.end - tile.begin, column = tile.begin % kTile;
   const Rows<T> keys = {tile.data[0], q.multipliers, (int32_t)a.halves[0].groups};
   if (last - first < kStageRows) {
-    dot_tile<true>(w, q, first, last, keys, tile.data[1], column, count, d);
+    dot_tile<true>(w, q, first, last, keys, Ahead{tile.data[1], a.halves[1].bits}, column, count, d);
   } else {
     const char* wide[kTile];
-    dot_tile<false>(w, q, first, last, stage(keys, count, d, q.wide, wide), tile.data[1], column, count, d);
+    dot_tile<false>(w, q, first, last, stage(keys, count, d, q.wide, wide), Ahead{nullptr, 8}, column, count, d);
   }
 }
 
@@ -290,11 +289,12 @@ void weigh_half(const AttentionArgs& a, const Work& w, const WorkQ& q, const Til
   const int d = a.head_dim, count = tile.end - tile.begin;
   const Rows<T> values = {tile.data[1], q.multipliers + kTile * groups_of(d), (int32_t)a.halves[1].groups};
   if (last - first < kStageRows) {
-    weigh_tile_levels(w, q, first, last, values, next.begin < next.end ? next.data[0] : nullptr, count, d);
+    const Ahead ahead = {next.begin < next.end ? next.data[0] : nullptr, a.halves[0].bits};
+    weigh_tile_levels(w, q, first, last, values, ahead, count, d);
   } else {
     const char* wide[kTile];
-    weigh_tile_levels(w, q, first, last, stage(values, count, d, q.wide + kTile * d, wide),
-                      (const char* const*)nullptr, count, d);
+    const Rows<Wide> staged = stage(values, count, d, q.wide + kTile * d, wide);
+    weigh_tile_levels(w, q, first, last, staged, Ahead{nullptr, 8}, count, d);
   }
 }
 

@@ -89,10 +89,9 @@ OCTAVO_INLINE void in_order(i8 low, i8 high, i8& first, i8& second) {
 #endif
 }
 
-// ---- Formats: how 16 numbers become 16-bit integers, and how many times 64 numbers fill a line of 64 bytes ----------
+// ---- Formats: how 16 numbers become 16-bit integers -----------------------------------------------------------------
 
 struct Int8 {
-  static constexpr int kPerLine = 1;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
 #if defined(__AVX2__)
     return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(data + j)));
@@ -107,7 +106,6 @@ struct Int8 {
 // Numbers i, i + 8, i + 16, i + 24 of a group are the four quarters of 16-bit word i. A quarter moved to the top of its
 // word is the number times 4096, sign included; times 16 multipliers, the high half of the product is number * multiplier.
 struct Int4 {
-  static constexpr int kPerLine = 2;
   OCTAVO_INLINE static words load(const char* data, const int32_t* multipliers, int j) {
     const int half = j & 16;
 #if defined(__AVX2__)
@@ -132,7 +130,6 @@ struct Int4 {
 };
 
 struct Wide {  // widened before; lies in the caches
-  static constexpr int kPerLine = 1;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
     return load_words((const int16_t*)data + j);
   }
@@ -157,11 +154,18 @@ struct Rows {
   }
 };
 
-// Ask for the line that holds number j of a row; once for each 64 * kPerLine numbers is enough.
-template <class T>
-OCTAVO_INLINE void ask_row(const char* row, int j) {
-  if (j % (64 * T::kPerLine) == 0) __builtin_prefetch(row + j / T::kPerLine, 0, 2);
-}
+// Rows that will be read next, of numbers of 8 or 4 bits, to ask for meanwhile; null: none.
+struct Ahead {
+  const char* const* rows;
+  int bits;
+  OCTAVO_INLINE bool wants(int j) const { return rows && at_line(j); }
+  // The line that holds number j of a row, once per line.
+  OCTAVO_INLINE void ask(int c, int j) const {
+    if (at_line(j)) __builtin_prefetch(rows[c] + (bits == 8 ? j : j / 2), 0, 2);
+  }
+  OCTAVO_INLINE Ahead from(int c) const { return {rows ? rows + c : rows, bits}; }
+  OCTAVO_INLINE bool at_line(int j) const { return (j & (bits == 8 ? 63 : 127)) == 0; }
+};
 
 // Multipliers as `Int4::load` wants them: times 16, twice in a 32-bit word.
 OCTAVO_INLINE void spread_multipliers(const char* from, int32_t count, int32_t* to) {
