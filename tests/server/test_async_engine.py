@@ -188,7 +188,7 @@ def test_a_caller_cancelled_while_it_hands_over_leaves_nothing() -> None:
 
 def test_deadlines_count_from_the_arrival() -> None:
     async def work(engine: AsyncEngine) -> None:
-        cut = await engine.submit(Prompt("abc"), params(max_tokens=400), deadline_ms=60)
+        cut = await engine.submit(Prompt("abc"), params(max_tokens=400), deadline_ms=400)
         output = (await cut.result()).outputs[0]
         assert output.finish_reason == "deadline"
         assert 0 < len(output.token_ids) < 400
