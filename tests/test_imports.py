@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"engine", "text", "outputs", "logs", "interrupts", *WORDS},
     "attention": {"core", "kernels", "runner", *WORDS},
     "server": {
-        "llm", "engine", "grammar", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", "package", *WORDS,
+        "llm", "engine", "grammar", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", "package",
+        *WORDS,
     },
     "bench": {
         "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs",

@@ -65,9 +65,7 @@ def num_parameters(spec: ModelSpec) -> int:
     return embeddings + spec.num_layers * (attention + mlp + norms) + hidden
 
 
-def layout_of(
-    spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto", *, hybrid: bool = True
-) -> KVLayout:
+def layout_of(spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto", *, hybrid: bool = True) -> KVLayout:
     """How the model's layers share a pool."""
     size = kv_bytes_per_token_layer(
         kv_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=DTYPE_BYTES[dtype]
