@@ -47,7 +47,7 @@ struct LinearArgs {
 };
 
 // Panels that one thread multiplies in one go for m rows of a weight [n, k]; runs start at multiples of it.
-inline constexpr int64_t kFewRows = 6;  // up to this many rows, weights go from memory straight into registers
+inline constexpr int64_t kFewRows = 48;  // up to this many rows, weights go from memory straight into registers
 inline constexpr int64_t panels_of_a_run(int64_t m, int64_t k, DType weight_type) {
   if (m > kFewRows) return 8;
   const int64_t chunk = (int64_t{128} << 10) / (k * kPanel * element_size(weight_type)) & ~int64_t{3};

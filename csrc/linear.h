@@ -17,6 +17,7 @@ namespace {
 using octavo::LinearArgs;
 
 constexpr int kRowTile = 12 / kParts;  // rows of a register tile: 12 sums in 16 registers, or in 32
+constexpr int64_t kTileRows = 6;   // rows that stay in registers with a panel or more
 constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
 constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
 constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
@@ -76,9 +77,9 @@ OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
   return v;
 }
 
-// A few rows: each panel is read once, straight from memory into registers.
+// A few rows, from `row` on: each panel is read straight into registers.
 template <int MR, int NP, class W>
-OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t panel) {
+OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t panel) {
   vec total[MR][kParts * NP];
   for (int r = 0; r < MR; ++r)
     for (int c = 0; c < kParts * NP; ++c) total[r][c] = splat_wide(0);
@@ -90,7 +91,7 @@ OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, in
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < kParts * NP; ++c) acc[r][c] = splat_wide(0);
-    tile<MR, NP, true>(x + i, ldx, w + i * kPanel, panel_stride, least(kDepth, a.k - i), acc);
+    tile<MR, NP, true>(x + row * ldx + i, ldx, w + i * kPanel, panel_stride, least(kDepth, a.k - i), acc);
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 8
@@ -104,28 +105,40 @@ OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, in
       const vec* parts = total[r] + kParts * p;
       const f8 l = a.bias ? low_half(parts) + low : low_half(parts);
       const f8 h = a.bias ? high_half(parts) + high : high_half(parts);
-      put(a, r, column, l, h);
+      put(a, row + r, column, l, h);
     }
   }
 }
 
 template <int MR, int NP, class W>
-void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
+void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t begin, int64_t end) {
   int64_t p = begin;
-  for (; p + NP <= end; p += NP) few_rows<MR, NP, W>(a, x, ldx, p);
-  for (; p < end; ++p) few_rows<MR, 1, W>(a, x, ldx, p);
+  for (; p + NP <= end; p += NP) few_rows<MR, NP, W>(a, x, ldx, row, p);
+  for (; p < end; ++p) few_rows<MR, 1, W>(a, x, ldx, row, p);
 }
 
 // Registers: rows x panels x parts sums, where there are enough at least 8 (two FMA units, four cycles), at most 12.
 template <class W>
-void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
-  switch (a.m) {
-    case 1: return few_rows_range<1, 4, W>(a, x, ldx, begin, end);
-    case 2: return few_rows_range<2, kParts == 1 ? 4 : 2, W>(a, x, ldx, begin, end);
-    case 3: return few_rows_range<3, kParts == 1 ? 4 : 2, W>(a, x, ldx, begin, end);
-    case 4: return few_rows_range<4, 2 / kParts, W>(a, x, ldx, begin, end);
-    case 5: return few_rows_range<5, 2 / kParts, W>(a, x, ldx, begin, end);
-    default: return few_rows_range<6, 2 / kParts, W>(a, x, ldx, begin, end);
+void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin,
+                       int64_t end) {
+  switch (rows) {
+    case 1: return few_rows_range<1, 4, W>(a, x, ldx, row, begin, end);
+    case 2: return few_rows_range<2, kParts == 1 ? 4 : 2, W>(a, x, ldx, row, begin, end);
+    case 3: return few_rows_range<3, kParts == 1 ? 4 : 2, W>(a, x, ldx, row, begin, end);
+    case 4: return few_rows_range<4, 2 / kParts, W>(a, x, ldx, row, begin, end);
+    case 5: return few_rows_range<5, 2 / kParts, W>(a, x, ldx, row, begin, end);
+    default: return few_rows_range<6, 2 / kParts, W>(a, x, ldx, row, begin, end);
+  }
+}
+
+// Up to kFewRows rows in equal tiles over a run of panels: the first tile brings the run from memory into the
+// second-level cache, the others find it there.
+template <class W>
+void few_rows_run(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
+  const int64_t tiles = (a.m + kTileRows - 1) / kTileRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = a.m * t / tiles;
+    few_rows_dispatch<W>(a, x, ldx, row, a.m * (t + 1) / tiles - row, begin, end);
   }
 }
 
@@ -224,7 +237,7 @@ void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
     const int64_t chunks = (panels + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
     for (int64_t i = 0; i < chunks; ++i)
-      few_rows_dispatch<W>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
+      few_rows_run<W>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
     return;
   }
   const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kRun - 1) / kRun;
