@@ -142,10 +142,14 @@ def test_a_refusal_is_raised_at_the_door_and_leaves_nothing() -> None:
             await engine.submit_all([Prompt("good"), Prompt(token_ids=(9999,)), Prompt("good")], params())
         assert engine.num_live == 0
         assert engine.num_waiting == 0
-        first = await engine.submit(Prompt("good"), params(), request_id="a")
+        gate = threading.Event()
+        engine.call(lambda _: gate.wait())  # so that the second comes before the first has run
+        both = [asyncio.create_task(engine.submit(Prompt("good"), params(), request_id="a")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        gate.set()
         with pytest.raises(RequestError, match="'a' is in use"):
-            await engine.submit(Prompt("good"), params(), request_id="a")
-        assert (await first.result()).finished
+            await both[1]
+        assert (await (await both[0]).result()).finished
 
     run(work)
 

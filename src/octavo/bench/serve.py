@@ -19,6 +19,7 @@ from octavo.bench.report import Column, Goal, Report, Table, fixed, machine_fact
 from octavo.bench.server_process import ServerProcess
 from octavo.bench.workloads import Item
 from octavo.errors import ConfigError, InternalError
+from octavo.vllm_names import config_from
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
@@ -34,6 +35,7 @@ examples:
 OFFLINE_SHARE = 0.95  # of the offline throughput
 FIRST_TOKEN_MS = 10.0  # that HTTP may add
 SHORT_PROMPT, SHORT_OUTPUT = 16, 4
+MODEST_VOCABULARY = 1000  # ids that nearly every model has
 ms = fixed(1)
 RATE_COLUMNS = (
     Column("rate", "req/s asked", fixed(2)),
@@ -61,6 +63,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt-len", type=positive, metavar="N", help="tokens of every prompt (mixed: 32 to 512)")
     parser.add_argument("--output-len", type=positive, metavar="N", help="tokens of every answer (mixed: 32 to 256)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and moments (0)")
+    parser.add_argument(
+        "--vocabulary", type=positive, metavar="N", help=f"with --url: prompts are ids below N ({MODEST_VOCABULARY})"
+    )
     parser.add_argument("--compare-offline", action="store_true", help="throughput and first token against offline")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="with --compare-offline: turns (3)")
     drive.add_options(parser)
@@ -75,17 +80,23 @@ def run(args: argparse.Namespace) -> int:
     lengths = lengths_of(args)
     report = Report("serve", {**machine_facts(), "load": load_facts(lengths)})
     if args.url is not None:
-        _rates(report, Target.of(args.url, args.api_key), lengths, args, vocabulary=1000)
+        _rates(report, Target.of(args.url, args.api_key), lengths, args, args.vocabulary or MODEST_VOCABULARY)
         return publish(report, args)
+    if args.vocabulary is not None:
+        raise ConfigError("--vocabulary: only with --url; the vocabulary of a model that is started here is known")
     longest = max(p + o for p, o in lengths)
     settings.setdefault("max_model_len", max(longest, 64))
     if args.compare_offline:
         _against_offline(report, settings, lengths, args)
         return publish(report, args)
+    from octavo.models.load import read_spec
+
+    config = config_from(**settings)
+    vocabulary = read_spec(config.model, config.load_format).vocab_size
     with ServerProcess(as_arguments(settings)) as server:
         target = Target.of(server.url)
         _warm(target)
-        _rates(report, target, lengths, args, vocabulary=1000)
+        _rates(report, target, lengths, args, vocabulary)
     return publish(report, args)
 
 
