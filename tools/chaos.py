@@ -465,7 +465,7 @@ def main() -> int:
         return child(int(sys.argv[2]), json.loads(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gemma-3-270m")
-    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, default=1024)
     parser.add_argument("--scale", type=float, default=1.0, help="times the attempts of attacks that have a number")
     parser.add_argument("--only", metavar="WORD", help="attacks with this word in their names")
