@@ -17,7 +17,9 @@ namespace {
 using octavo::LinearArgs;
 
 constexpr int kRowTile = 12 / kParts;  // rows of a register tile: 12 sums in 16 registers, or in 32
-constexpr int64_t kTileRows = 6;   // rows that stay in registers with a panel or more
+// Rows that stay in registers with a panel or more. Pairs of bfloat16 need registers of their own: six rows would spill.
+template <class W>
+constexpr int64_t kTileRows = __is_same(W, bf16) && kParts == 2 ? 5 : 6;
 constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
 constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
 constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
@@ -124,7 +126,7 @@ void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t
   switch (rows) {
     case 1: return few_rows_range<1, 4, W>(a, x, ldx, row, begin, end);
     case 2: return few_rows_range<2, kParts == 1 ? 4 : 2, W>(a, x, ldx, row, begin, end);
-    case 3: return few_rows_range<3, kParts == 1 ? 4 : 2, W>(a, x, ldx, row, begin, end);
+    case 3: return few_rows_range<3, kParts == 1 ? 4 : __is_same(W, bf16) ? 1 : 2, W>(a, x, ldx, row, begin, end);
     case 4: return few_rows_range<4, 2 / kParts, W>(a, x, ldx, row, begin, end);
     case 5: return few_rows_range<5, 2 / kParts, W>(a, x, ldx, row, begin, end);
     default: return few_rows_range<6, 2 / kParts, W>(a, x, ldx, row, begin, end);
@@ -135,7 +137,7 @@ void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t
 // second-level cache, the others find it there.
 template <class W>
 void few_rows_run(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
-  const int64_t tiles = (a.m + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (a.m + kTileRows<W> - 1) / kTileRows<W>;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t row = a.m * t / tiles;
     few_rows_dispatch<W>(a, x, ldx, row, a.m * (t + 1) / tiles - row, begin, end);
