@@ -77,7 +77,8 @@ class EngineConfig:
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._choice("attention_backend", ("auto", "reference", "native"))
         self._choice("preemption", ("auto", "recompute", "swap"))
-        if self.block_size not in BLOCK_SIZES:
+        # Not by `in` alone: True is equal to 1, and 16.0 to 16.
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
         for name in (
             "num_blocks",

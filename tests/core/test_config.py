@@ -28,6 +28,8 @@ FACTS = Facts(
     ("given", "message"),
     [
         ({"block_size": 12}, "block_size=12: must be one of 1, 2, 4, 8, 16"),
+        ({"block_size": True}, "block_size=True: must be one of 1, 2"),
+        ({"block_size": 16.0}, "block_size=16.0: must be one of 1, 2"),
         ({"num_blocks": 0}, "num_blocks=0: must be an integer of at least 1"),
         ({"max_model_len": -5}, "max_model_len=-5"),
         ({"max_num_seqs": None}, "max_num_seqs=None"),

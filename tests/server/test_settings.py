@@ -63,6 +63,17 @@ def test_the_report_names_every_setting_and_hides_keys() -> None:
         ("port = 70000", "between 0 and 65535"),
         ('api_keys = ["short"]', "at least 8"),
         ("drain_seconds = -1", "between 0"),
+        ("[engine]\nblokc_size = 16", r"\[engine\] unknown setting blokc_size"),
+        ("[engine]\nport = 1", r"\[engine\] port belongs into \[server\]"),
+        ("[server]\nblock_size = 16", r"\[server\] block_size belongs into \[engine\]"),
+        ("[engine]\nblock_size = true", "block_size=True: must be of type int"),
+        ('[engine]\nhybrid_kv = "yes"', "hybrid_kv='yes': must be of type bool"),
+        ("[engine]\ngpu_memory_utilization = true", "must be of type float"),
+        ("[engine]\nspeculative = 3", "speculative=3: must be of type str"),
+        ("[engine]\ndebug = true", "use OCTAVO_DEBUG=blocks"),
+        ("port = 1\n[server]\nport = 2", "port is there twice"),
+        ('cors_origins = ["foo"]', r"'foo' is no origin.*https://host\[:port\]"),
+        ('cors_origins = ["https://foo/"]', "without a path"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, words: str) -> None:
@@ -70,6 +81,15 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, words: str) -
         load({}, {}, write(tmp_path / "x.toml", text))
     with pytest.raises(ConfigError, match="nowhere"):
         load({}, {}, str(tmp_path / "nowhere.toml"))
+
+
+def test_settings_of_the_engine_may_stand_at_the_top_and_hold_a_table(tmp_path: Path) -> None:
+    text = 'block_size = 32\nspeculative = "ngram"\ncors_origins = ["*", "http://localhost:3000"]\n'
+    loaded = load({}, {}, write(tmp_path / "x.toml", text))
+    assert loaded.engine == {"block_size": 32, "speculative": "ngram"}
+    assert loaded.server.cors_origins == ("*", "http://localhost:3000")
+    loaded = load({}, {}, write(tmp_path / "y.toml", '[engine.speculative]\nmethod = "ngram"\n'))
+    assert loaded.engine == {"speculative": {"method": "ngram"}}
 
 
 def test_the_environment_is_read_by_type_and_its_mistakes_are_named() -> None:

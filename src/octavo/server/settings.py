@@ -8,6 +8,7 @@ the file is an error, an unknown OCTAVO_ variable a warning. No FastAPI here.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -25,6 +26,8 @@ NOT_HERE = {
     "debug": "use OCTAVO_DEBUG=blocks, or --debug",
     "max_queue": "the server sheds load itself: use max_waiting",
 }
+#: An origin: scheme, host and perhaps port, nothing after it.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,12 @@ class ServerSettings:
             self._range("default_deadline_ms", 1.0, 1e12)
         if not self.host:
             raise ConfigError("host='': give an address, such as 127.0.0.1 (this machine only) or 0.0.0.0 (everybody)")
+        for origin in self.cors_origins:
+            if origin != "*" and ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"cors_origins: {origin!r} is no origin as browsers send it; give https://host[:port], in small "
+                    "letters and without a path, or *"
+                )
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("api_keys: a key has at least 8 printable ASCII characters and no blank")
@@ -126,7 +135,8 @@ class Loaded:
 def load(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, file: str | None = None) -> Loaded:
     """Settings from flags that were given, the environment (None: this process's), and a TOML file.
 
-    The file holds names of settings, at its top or in the tables [server] and [engine]. Raises `ConfigError`.
+    The file holds names of settings, of both kinds at its top, each of its own kind in the tables [server] and
+    [engine]. Raises `ConfigError`.
     """
     environment = os.environ if environment is None else environment
     known = {f.name: str(f.type) for f in fields(ServerSettings)}
@@ -134,11 +144,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None,
     file = file or environment.get("OCTAVO_CONFIG") or None
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name, value in (_read_file(file) if file else {}).items():
-        if name in NOT_HERE:
-            raise ConfigError(f"{file}: {name} is no setting of the server; {NOT_HERE[name]}")
-        if name not in known and name not in engine_types:
-            raise ConfigError(f"{file}: unknown setting {name}; known: {', '.join(sorted({*known, *engine_types}))}")
+    for name, value in (_read_file(file, known, engine_types) if file else {}).items():
         given[name], sources[name] = value, "file"
     warnings = []
     for variable, text in environment.items():
@@ -157,21 +163,41 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None,
     return Loaded(server, engine, sources, tuple(warnings))
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str, server: Mapping[str, str], engine: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in the file, checked. server, engine: name -> type of what may stand in the table of that name."""
     try:
         with open(path, "rb") as file:
             content = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from error
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            if name not in ("server", "engine"):
-                raise ConfigError(f"config file {path}: unknown table [{name}]; known: [server], [engine]")
-            flat.update(value)
-        else:
-            flat[name] = value
-    return flat
+    tables = {"server": server, "engine": engine}
+    top = {n: v for n, v in content.items() if not isinstance(v, dict) or n in engine}
+    for table in content:
+        if table not in top and table not in tables:
+            raise ConfigError(f"config file {path}: unknown table [{table}]; known: [server], [engine]")
+    found: dict[str, Any] = {}
+    for table, types in {"": {**server, **engine}, **tables}.items():
+        for name, value in (content.get(table, {}) if table else top).items():
+            where = f"config file {path}: " + (f"[{table}] " if table else "")
+            if name in found:
+                raise ConfigError(f"{where}{name} is there twice, at the top and in a table; give it once")
+            _check_name(where, name, types, tables)
+            try:
+                found[name] = _typed(name, types[name], value)
+            except ConfigError as error:
+                raise ConfigError(f"{where}{error}") from None
+    return found
+
+
+def _check_name(where: str, name: str, types: Mapping[str, str], tables: Mapping[str, Mapping[str, str]]) -> None:
+    if name in types:
+        return
+    if name in NOT_HERE:
+        raise ConfigError(f"{where}{name} is no setting of the server; {NOT_HERE[name]}")
+    for other, names in tables.items():
+        if name in names:
+            raise ConfigError(f"{where}{name} belongs into [{other}]")
+    raise ConfigError(f"{where}unknown setting {name}; known: {', '.join(sorted(types))}")
 
 
 def _parse(name: str, kind: str, text: str, variable: str) -> Any:
@@ -202,7 +228,9 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     if value is None and "None" in kind:
         return None
     wanted: tuple[type, ...] = (str,)
-    if "bool" in kind:
+    if "Mapping" in kind:
+        wanted = (dict, str)
+    elif "bool" in kind:
         wanted = (bool,)
     elif "float" in kind:
         wanted = (int, float)
