@@ -109,6 +109,7 @@ class Engine:
         self.journal = Journal()
         self._leaks = 0
         self._failure: BaseException | None = None
+        self.before_update: Callable[[], None] | None = None  # see `LLM.watch`
         self._recorder: Recorder | None = None
         if self.config.record is not None:
             about = {**self.about(), "vocab_size": vocab_size}
@@ -192,6 +193,8 @@ class Engine:
         try:
             plan = self.scheduler.schedule(now)
             result = self.runner.execute(plan)
+            if self.before_update is not None:
+                self.before_update()
             news = self.scheduler.update(result, now)
         except BaseException as error:
             self._failure = error

@@ -253,9 +253,13 @@ class LLM:
         """The pool as it is now: counts, block tables, peaks (`PoolView`)."""
         return self._live().pool_view()
 
-    def watch(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback()` after every step (None: no more); it may look at `pool_view()`, not start requests."""
-        self._live()
+    def watch(self, callback: Callable[[], None] | None, *, before_update: Callable[[], None] | None = None) -> None:
+        """Call `callback()` after every step (None: no more); it may look at `pool_view()`, not start requests.
+
+        before_update: called inside every step, when the model has run and nothing has ended or been freed for it yet,
+        so the tables are those that the step used. What it raises stops the engine.
+        """
+        self._live().before_update = before_update
         self._driver.watcher = callback
 
     def audit(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from helpers.tiny_models import write_tiny
+from octavo import LLM, SamplingParams
+from octavo.cli.blocks import BlockWatch
 from octavo.inspect.terminal import BAR_WIDTH, format_bytes, format_table, show_blocks, table_lines, usage_line
 
 
@@ -101,3 +105,34 @@ def test_many_sequences_are_cut_with_a_count() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3072.0 GiB")])
 def test_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_counters_come_from_the_later_view() -> None:
+    lines = show_blocks(view(), totals=view(peak_used=30, copies=5, preemptions=2))
+    assert lines[-1] == "peak 30 blocks, 2 sequences at once; 2 preemptions" and "5 copies on write" in lines[-2]
+
+
+@pytest.mark.parametrize(("family", "groups"), [("llama", 1), ("gemma3", 2)])
+@pytest.mark.parametrize(("max_tokens", "blocks"), [(1, 1), (10, 1), (11, 1), (12, 2), (13, 2)])
+def test_the_picture_shows_the_last_step(
+    tmp_path_factory: pytest.TempPathFactory, family: str, groups: int, max_tokens: int, blocks: int
+) -> None:
+    """6 + 12 tokens: the twelfth is drawn at position 16, the only step that uses a second block of 16."""
+    path = tiny(family, tmp_path_factory)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    with LLM(path, max_model_len=128, num_blocks=40, skip_tokenizer_init=True) as llm:
+        with BlockWatch(llm, live=False) as watch:
+            llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5, 9]}], params, use_tqdm=False)
+        after = llm.pool_view()
+        shown, lines = watch.fullest, watch.lines()
+        assert not after.block_tables and [len(t) for t in shown.block_tables[0]] == [blocks] * groups
+        assert shown.num_used == after.peak_used == blocks * groups
+        assert f"{shown.num_used} of 40 blocks used" in "\n".join(lines)
+        assert f"peak {after.peak_used} blocks, 1 sequences at once" in lines
+
+
+def tiny(family: str, factory: pytest.TempPathFactory, made: dict[str, Path] = {}) -> str:  # noqa: B006 - one a family
+    if family not in made:
+        made[family] = factory.mktemp(family)
+        write_tiny(family, made[family])
+    return str(made[family])

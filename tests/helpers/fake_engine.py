@@ -42,6 +42,7 @@ class FakeEngine:
         self.steps = 0
         self.max_requests = max_requests
         self.before_step: Any = None
+        self.before_update: Any = None
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: Any, **options: Any) -> None:
         if not prompt_token_ids:
@@ -56,6 +57,8 @@ class FakeEngine:
         self.steps += 1
         if self.before_step:
             self.before_step(self)
+        if self.before_update:
+            self.before_update()
         news = []
         for request_id, request in list(self.live.items()):
             request.done += 1

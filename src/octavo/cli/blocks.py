@@ -1,7 +1,7 @@
-"""`--show-blocks`: looks at the pool after every step, shows it live, and keeps the fullest moment for the end.
+"""`--show-blocks`: looks at the pool in every step, shows it live, and keeps the fullest moment for the end.
 
 At the end all sequences are gone and the tables with them, so what is printed then is the last step in which most
-blocks were in use.
+blocks were in use, as it was before the sequences that end in it gave their blocks back.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class BlockWatch:
         self._display: Any = None
         self._shown = 0.0
         self.fullest: Any = None
+        self._latest: Any = None
 
     def __enter__(self) -> BlockWatch:
         if self._live:
@@ -35,7 +36,7 @@ class BlockWatch:
 
             self._display = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
             self._display.start()
-        self._llm.watch(self._look)
+        self._llm.watch(self._look, before_update=self._keep_fullest)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,10 +44,14 @@ class BlockWatch:
         if self._display is not None:
             self._display.stop()
 
-    def _look(self) -> None:
+    def _keep_fullest(self) -> Any:
         view = self._llm.pool_view()
-        if view.block_tables and (self.fullest is None or view.num_used >= self.fullest.num_used):
+        if view.block_tables and (self.fullest is None or _size(view) >= _size(self.fullest)):
             self.fullest = view
+        return view
+
+    def _look(self) -> None:
+        view = self._latest = self._keep_fullest()
         now = time.monotonic()
         if self._display is not None and now - self._shown >= REFRESH_S:
             from rich.text import Text
@@ -55,7 +60,12 @@ class BlockWatch:
             self._display.update(Text("\n".join(show_blocks(view, max_sequences=12))), refresh=True)
 
     def lines(self) -> list[str]:
-        """The fullest moment; a request that ends in the step that began it leaves no table to show."""
+        """The fullest moment, with the counters of the whole run."""
         if self.fullest is None:
-            return ["no block table outlived its step (every sequence began and ended in one)"]
-        return show_blocks(self.fullest)
+            return ["no block was used (no step was run)"]
+        return show_blocks(self.fullest, totals=self._latest)
+
+
+def _size(view: Any) -> tuple[int, int]:
+    """Of two moments with as many blocks the one with more tables is the fuller: its sequences share."""
+    return view.num_used, len(view.block_tables)

@@ -24,10 +24,13 @@ LONG_TABLE = 24  # entries; longer tables are shown as ranges
 BAR_WIDTH = 30
 
 
-def show_blocks(view: PoolView, *, max_sequences: int = 32) -> list[str]:
-    """Everything `--show-blocks` prints: tables, legend, usage, savings."""
+def show_blocks(view: PoolView, *, max_sequences: int = 32, totals: PoolView | None = None) -> list[str]:
+    """Everything `--show-blocks` prints: tables, legend, usage, savings.
+
+    totals: a later view, for what is counted over the whole run (peaks, forks, copies, preemptions).
+    """
     lines = table_lines(view, max_sequences=max_sequences)
-    return [*lines, *legend(lines), usage_line(view), *savings_lines(view)]
+    return [*lines, *legend(lines), usage_line(view), *savings_lines(view, totals or view)]
 
 
 def table_lines(view: PoolView, *, max_sequences: int = 32) -> list[str]:
@@ -87,8 +90,8 @@ def usage_line(view: PoolView) -> str:
     )
 
 
-def savings_lines(view: PoolView) -> list[str]:
-    """What the used blocks cost against static allocation, and what sharing has to do with it."""
+def savings_lines(view: PoolView, totals: PoolView) -> list[str]:
+    """What the used blocks cost against static allocation, what sharing has to do with it, and the run's counters."""
     used = view.num_used * view.bytes_per_block
     static = view.static_bytes_same_load
     lines = []
@@ -103,10 +106,10 @@ def savings_lines(view: PoolView) -> list[str]:
         lines.append(
             f"sharing alone saved {view.shared_saved_blocks} blocks "
             f"({format_bytes(view.shared_saved_blocks * view.bytes_per_block)}); "
-            f"{view.forks} forks, {view.copies} copies on write"
+            f"{totals.forks} forks, {totals.copies} copies on write"
         )
-    peak = f"peak {view.peak_used} blocks, {view.peak_sequences} sequences at once"
-    lines.append(peak + (f"; {view.preemptions} preemptions" if view.preemptions else ""))
+    peak = f"peak {totals.peak_used} blocks, {totals.peak_sequences} sequences at once"
+    lines.append(peak + (f"; {totals.preemptions} preemptions" if totals.preemptions else ""))
     return lines
 
 
