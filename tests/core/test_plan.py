@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.scheduling import Rig, never_ends, prompt
+from octavo.cli.main import main
 from octavo.errors import ConfigError
 from octavo.planning.plan import GIB, Ask, Plan, block_row, held, make_plan, memory_of, sequences_at_once
 from octavo.planning.plan_text import plan_as_json, plan_lines
@@ -156,6 +157,21 @@ def test_prompts_longer_than_the_limit() -> None:
     assert make_plan(ask(max_model_len=450)).cut_requests == 2
     with pytest.raises(ConfigError, match="every prompt of the load is longer"):
         make_plan(ask(max_model_len=20))
+
+
+def test_the_command_names_what_can_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    def commands(*words: str) -> list[str]:
+        assert main(["plan", *words, "--memory", "80GiB"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.strip() for line in lines if "octavo serve" in line or "path/to" in line]
+
+    command, remark = commands("llama-2-7b", "--device", "cpu")
+    assert command.startswith("octavo serve --model path/to/checkpoint --device cpu --dtype float32 ")
+    assert remark == "(path/to/checkpoint: the directory, .gguf file or hub id of your llama-2-7b weights)"
+    (command,) = commands("meta-llama/Llama-2-7b-hf")
+    assert command.startswith("octavo serve --model meta-llama/Llama-2-7b-hf --dtype bfloat16 ")
+    (command,) = commands("gemma-3-270m")
+    assert command.startswith("octavo serve --model gemma-3-270m --dtype ")
 
 
 def test_text_and_json_say_the_same() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import byte_count
-from octavo.config import BLOCK_SIZES
+from octavo.config import BLOCK_SIZES, EngineConfig
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,10 +85,16 @@ def run(args: argparse.Namespace) -> int:
             hybrid_kv=args.hybrid_kv,
         )
     )
-    print(
-        json.dumps(plan_as_json(plan, args.model)) if args.json else "\n".join(plan_lines(plan, args.model, described))
-    )
+    if args.json:
+        print(json.dumps(plan_as_json(plan, args.model)))
+    else:
+        print("\n".join(plan_lines(plan, args.model, described, by_name=not _can_be_loaded(args.model))))
     return 0
+
+
+def _can_be_loaded(model: str) -> bool:
+    """Is it more than the name of a known shape: files, a hub id, or the model that comes with a package?"""
+    return "/" in model or model == EngineConfig.model or Path(model).exists()
 
 
 def model_sizes(model: str, dtype: str) -> tuple[ModelShape, int]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any
 
 from octavo.planning.plan import GIB, MIB, BlockRow, Plan
 
+CHECKPOINT = "path/to/checkpoint"
 
-def plan_lines(plan: Plan, name: str, lengths: str) -> list[str]:
-    """Everything, in the order in which one decides: what it takes, what it carries, what to set."""
+
+def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) -> list[str]:
+    """Everything, in the order in which one decides: what it takes, what it carries, what to set.
+
+    by_name: the sizes came from a list of known models, so `name` is nothing that could be loaded.
+    """
     ask, memory, best = plan.ask, plan.memory, plan.best
     lines = [
         f"{name}, {ask.dtype}, {'GPU' if ask.device == 'cuda' else 'CPU'} with {_bytes(ask.memory)}; load: {lengths}",
@@ -37,7 +43,11 @@ def plan_lines(plan: Plan, name: str, lengths: str) -> list[str]:
     lines += ["", "recommended", *(f"  {setting}={value}" for setting, value in plan.recommended.items())]
     options = " ".join(f"--{setting.replace('_', '-')} {value}" for setting, value in plan.recommended.items())
     kv = "" if ask.kv_cache_dtype == "auto" else f" --kv-cache-dtype {ask.kv_cache_dtype}"
-    lines.append(f"  octavo serve --model {name} --dtype {ask.dtype}{kv} {options}")
+    device = " --device cpu" if ask.device == "cpu" else ""
+    model = CHECKPOINT if by_name else shlex.quote(name)
+    lines.append(f"  octavo serve --model {model}{device} --dtype {ask.dtype}{kv} {options}")
+    if by_name:
+        lines.append(f"  ({CHECKPOINT}: the directory, .gguf file or hub id of your {name} weights)")
     lines += ["", f"with the settings asked {plan.now} sequences run at once"]
     if best is None:
         lines.append("no single change lets more of them in")
