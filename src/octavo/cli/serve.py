@@ -9,9 +9,10 @@ from octavo.cli.options import add_engine_options, byte_count, engine_settings
 from octavo.errors import ConfigError
 
 EPILOG = """\
-Every option can also be set as OCTAVO_<NAME> in the environment (OCTAVO_PORT=9000, OCTAVO_API_KEYS=a,b) or in a TOML
-file (--config). A flag wins over the environment, the environment over the file, the file over the default; what is
-in force is printed once at the start.
+Every option can also be set as OCTAVO_<NAME> in the environment (OCTAVO_PORT=9000, OCTAVO_API_KEYS=first-key,next-key)
+or in a TOML file (--config). A flag wins over the environment, the environment over the file, the file over the
+default; what is in force is printed once at the start. One name is special: OCTAVO_DEBUG=blocks is --debug, and
+OCTAVO_DEBUG with any value shows tracebacks of errors.
 
 examples:
   octavo serve                                            the embedded model, for this machine only
