@@ -127,7 +127,7 @@ def test_a_killed_run_can_be_replayed_up_to_its_last_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a recording"),
+        ("", "not a recording \\(the file is empty\\)"),
         ("hello\n", "line 1 is no JSON"),
         ('{"event":"header","version":99}\n', "not a recording"),
         ("[1]\n", "not a recording"),

@@ -108,21 +108,33 @@ def test_text_is_in_the_page_only_if_asked_for(
         (["view"], "name a recording, or give --demo"),
         (["view", "--demo", "x.jsonl"], "name a recording, or give --demo"),
         (["view", "no-such-file.jsonl"], "no-such-file.jsonl: cannot be read"),
-        (["view", "{readme}"], "holds no step"),
+        (["view", "{readme}", "--html", "{readme}.html"], "readme.txt: not a recording (line 1 is no JSON)"),
+        (["view", "{empty}"], "empty.jsonl: not a recording (the file is empty)"),
+        (["view", "{begun}"], "begun.jsonl: the recording holds no step"),
         (["view", "--demo", "--max-frames", "1"], "--max-frames 1: must be at least 2"),
         (["view", "x.jsonl", "--model", "gemma-3-270m"], "--model: only needed to read the tokens"),
         (["view", "--demo", "--html", "/no/such/folder/x.html"], "cannot be written"),
         (["view", "--demo", "--port", "70000"], "--port 70000: cannot listen on 127.0.0.1"),
+        (["view", "x.jsonl", "--html", "/no/such/folder/x.html"], "cannot be written"),  # before the file is read
+        (["generate", "x", "--model", "/no/model", "--view", "/no/such/folder/x.html"], "cannot be written"),
+        (["generate", "x", "--model", "/no/model", "--view", "{folder}"], "cannot be written (Is a directory)"),
         (["generate", "x", "--show-tokens"], "--show-tokens: no effect without --view"),
     ],
 )
 def test_what_cannot_be_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = tmp_path / "readme.txt"
-    readme.write_text("no recording\n")
-    assert main([a.format(readme=readme) for a in arguments]) == 2
+    texts = {
+        "readme.txt": "no recording\n",
+        "empty.jsonl": "",
+        "begun.jsonl": recording.read_text().partition("\n")[0] + "\n",
+    }
+    paths = {name.partition(".")[0]: tmp_path / name for name in texts}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert main([a.format(**paths, folder=tmp_path) for a in arguments]) == 2
     assert message in capsys.readouterr().err
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == texts, "a refused command leaves nothing"
 
 
 def test_a_damaged_recording_is_named(recording: Path, tmp_path: Path) -> None:

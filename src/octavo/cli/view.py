@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--model: only needed to read the tokens of a file; give --show-tokens too, or leave it out")
     if args.max_frames is not None and args.max_frames < 2:
         raise ConfigError(f"--max-frames {args.max_frames}: must be at least 2")
+    if args.html is not None:
+        check_writable(args.html)
     page = _demo_page(args) if args.demo else recording_page(args.file, _text_of(args), args.max_frames)
     if args.html is not None:
         write_page(args.html, page)
@@ -72,12 +74,29 @@ def recording_page(path: str, text_of: TextOf | None = None, max_frames: int | N
     return page_with_run(recorded_run(path, text_of=text_of, max_frames=max_frames or MOST_FRAMES))
 
 
+def check_writable(path: str) -> None:
+    """Before the work that leads to a page is done. Raises ConfigError; what is there stays as it is."""
+    file = Path(path).resolve()  # of a link to nothing, what it would make
+    try:
+        if file.is_dir() or not file.exists():  # pipes and the like are not opened for a trial
+            file.open("a").close()
+            file.unlink()
+        elif file.is_file():
+            file.open("a").close()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be written ({error.strerror}); name a writable file")
+
+
 def write_page(path: str, page: str) -> None:
     """Write it and say so. Raises ConfigError where that cannot be."""
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a writable file") from error
+        raise _unwritable(path, error) from error
     notice(f"{path}: {len(page.encode()) / 1024:.0f} KiB, opens in any browser")
 
 
@@ -90,6 +109,8 @@ class RunPage:
     def __init__(self, args: argparse.Namespace) -> None:
         if args.show_tokens and args.view is None:
             raise ConfigError("--show-tokens: no effect without --view; leave it out, or name a file with --view")
+        if args.view is not None:
+            check_writable(args.view)
         self._args = args
         self._text_of: TextOf | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -158,6 +158,8 @@ def replay(path: str | Path, *, watcher: Watcher | None = None) -> ReplayReport:
     """Run a recording again on a fresh scheduler. Raises ConfigError for a file that is no recording."""
     events = _read(path)
     header = next(events, None)
+    if header is None:
+        raise ConfigError(f"{path}: not a recording (the file is empty)")
     if not isinstance(header, dict) or header.get("event") != "header" or header.get("version") != VERSION:
         raise ConfigError(f"{path}: not a recording of version {VERSION}")
     layout = header["layout"]

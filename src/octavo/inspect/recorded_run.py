@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.block_view import BlockView, block_view
+from octavo.core.record import replay
 from octavo.errors import ConfigError
 from octavo.inspect.feed import Frame, delta_frame, full_frame
 from octavo.inspect.report import recording_report
@@ -33,6 +34,7 @@ def recorded_run(path: str | Path, *, text_of: TextOf | None = None, max_frames:
     """
     steps = _count_steps(path)
     if not steps:
+        replay(path)  # says so of a file that is no recording
         raise ConfigError(f"{path}: the recording holds no step")
     watcher = _Frames(every=-(-steps // max_frames), last=steps, text_of=text_of)
     report = recording_report(path, also=watcher)
