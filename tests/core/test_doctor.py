@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.inspect.doctor import diagnose, diagnosis_lines
 from octavo.inspect.doctor_rules import RULES
 from octavo.inspect.report import recording_report
+from octavo.inspect.top import header_lines
 
 
 @cache
@@ -50,6 +51,13 @@ def test_a_healthy_run_has_no_finding() -> None:
     lines = diagnosis_lines(diagnosis)
     assert lines[1] == "no findings: this run is healthy"
     assert lines[0].startswith("demo:healthy: 40 requests finished in ")
+
+
+def test_the_summary_counts_what_top_counts() -> None:
+    report = copy.deepcopy(report_of("healthy"))
+    report["stats"]["finished"] += 3  # aborted while they waited
+    assert "healthy: 43 requests finished (3 of them never began, or were embeddings) in " in diagnose(report).summary
+    assert header_lines(report)[0].startswith("demo:healthy") and "43 requests finished" in header_lines(report)[0]
 
 
 def test_every_finding_of_the_rules_has_its_trouble() -> None:

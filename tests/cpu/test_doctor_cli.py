@@ -61,8 +61,9 @@ def test_recordings_of_a_real_model(
 
 
 def test_demos(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--demo", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TROUBLES)
+    for words in (["--demo", "list"], ["--demo"]):
+        assert main(["doctor", *words]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TROUBLES)
     assert main(["doctor", "--demo", "healthy"]) == 0
     assert "no findings: this run is healthy" in capsys.readouterr().out
     assert main(["doctor", "--demo", "evicted-early"]) == 1

@@ -35,7 +35,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("target", nargs="?", metavar="URL | FILE", help=f"default: {DEFAULT_URL}")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
-        "--demo", metavar="NAME", help="run a prepared trouble instead; `list` names them, `all` runs all"
+        "--demo",
+        nargs="?",
+        const="list",
+        metavar="NAME",
+        help="run a prepared trouble instead; `all` runs all; without a name (or `list`) it names them",
     )
     add_key_option(parser)
     parser.set_defaults(run=run)

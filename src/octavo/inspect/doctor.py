@@ -52,8 +52,10 @@ def diagnose(report: dict[str, Any]) -> Diagnosis:
 def _summary(f: Facts) -> str:
     model = f.model.get("name", "unknown model")
     device = f" on {f.hardware['device']}" if "device" in f.hardware else ""
+    others = f.stats["finished"] - f.totals["requests"]
+    not_judged = f" ({others} of them never began, or were embeddings)" if others else ""
     return (
-        f"{model}{device}: {f.totals['requests']} requests finished in {f.stats['steps']} steps, "
+        f"{model}{device}: {f.stats['finished']} requests finished{not_judged} in {f.stats['steps']} steps, "
         f"{f.stats['generated_tokens']} tokens written; {f.pool['num_blocks']} blocks of {f.pool['block_size']}, "
         f"at most {f.pool['peak_used'] / f.pool['num_blocks']:.0%} used, {f.stats['peak_sequences']} sequences at once"
     )
@@ -64,7 +66,8 @@ def diagnosis_lines(diagnosis: Diagnosis, *, misses: bool = True) -> list[str]:
     lines = [diagnosis.summary]
     if not diagnosis.enough:
         lines.append(
-            f"too little to judge: at least {ENOUGH_STEPS} steps and {ENOUGH_REQUESTS} finished requests are needed"
+            f"too little to judge: at least {ENOUGH_STEPS} steps and {ENOUGH_REQUESTS} finished requests that wrote "
+            "something are needed"
         )
     elif not diagnosis.findings:
         lines.append("no findings: this run is healthy")
