@@ -198,7 +198,7 @@ class AsyncEngine:
             return prompt
         text, tokenizer = prompt.text, self._engine.tokenizer
         if not text:
-            raise PromptError("the prompt is empty: give at least one character, or prompt_token_ids")
+            raise PromptError("the prompt is empty: give at least one character, or token ids")
         if tokenizer is None:
             raise RequestError("the engine has no tokenizer: give prompt_token_ids")
         ids = await self.off_loop(lambda: tokenizer.encode(text), len(text))

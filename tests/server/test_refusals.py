@@ -130,6 +130,39 @@ def test_token_ids_outside_the_vocabulary(served: Served, ids: list[Any]) -> Non
         refused(served, COMPLETIONS, {"prompt": ids})
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": [97, 9999]}, "prompt"),
+        (COMPLETIONS, {"prompt_token_ids": [9999]}, "prompt_token_ids"),
+        (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "a\ud800"}]}, "messages"),
+        (CHAT, {"prompt_token_ids": [9999]}, "prompt_token_ids"),
+        (RESPONSES, {"input": "x" * 600}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ["a", "b", "c", "d", "e"]}, "input"),
+        ("/v1/embeddings", {"input": "x" * 600}, "input"),
+        ("/v1/embeddings", {"input": [9999]}, "input"),
+        ("/tokenize", {"prompt": "a\ud800"}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_prompt_is_named_as_the_route_calls_it(
+    served: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = refused(served, path, json.dumps(body).encode())
+    assert error["param"] == param
+    assert "TextInputSequence" not in error["message"]
+    assert ("U+D800" in error["message"]) == ("ud800" in json.dumps(body))
+    if path == "/v1/embeddings":
+        assert "prompt_token_ids" not in error["message"]
+        assert "new token" not in error["message"]
+
+
 @pytest.mark.parametrize("length", [511, 512, 513, 4000])
 def test_a_prompt_that_can_never_fit_says_how_long_it_may_be(served: Served, length: int) -> None:
     body = {"prompt_token_ids": [97] * length, "max_tokens": 3}

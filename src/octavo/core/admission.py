@@ -46,12 +46,11 @@ class Admission:
             raise RequestError(f"request_id {request.request_id!r} is in use; give every request its own")
         if not request.prompt_len:
             raise PromptError("the prompt is empty: give at least one token")
-        if request.pooling is not None and request.prompt_len == settings.max_model_len:
-            pass  # nothing is generated: the prompt may fill the context
-        elif request.prompt_len >= settings.max_model_len:
+        new, more = (1, " and one new token") if request.pooling is None else (0, "")  # a pooled prompt may fill it all
+        if request.prompt_len + new > settings.max_model_len:
             raise PromptError(
                 f"the prompt has {request.prompt_len} tokens; max_model_len={settings.max_model_len} leaves room for a "
-                f"prompt of at most {settings.max_model_len - 1} and one new token. Shorten it or raise max_model_len"
+                f"prompt of at most {settings.max_model_len - new}{more}. Shorten it or raise max_model_len"
             )
         if request.beam is not None and settings.speculation is not None:
             raise SamplingError(

@@ -58,8 +58,14 @@ class Tokenizer:
             raise PromptError(f"prompt of type {type(text).__name__}: must be a string")
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is not text
-            raise PromptError(f"the prompt is not valid Unicode text: {error}") from error
+        except (TypeError, UnicodeEncodeError) as error:
+            lone = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+            if lone is None:
+                raise
+            raise PromptError(
+                f"the text is no valid Unicode: it holds U+{ord(lone):04X}, one half of a surrogate pair; "
+                "give the whole character, or leave it out"
+            ) from error
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

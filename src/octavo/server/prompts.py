@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ TEMPLATES = {
         "{% if add_generation_prompt %}Assistant:{% endif %}"
     )
 }
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """What is wrong with a prompt is refused under the name of the field that it came in."""
+    try:
+        yield
+    except PromptError as error:
+        raise ApiError(400, str(error), param=field, code="invalid_prompt") from error
+    except ApiError as error:
+        if error.param == "prompt":  # the name for those who know no route
+            error.param = field
+        raise
 
 
 def read_template(given: str | None) -> str | None:
@@ -109,7 +123,7 @@ async def texts(engine: AsyncEngine, prompt: Any, *, add_special_tokens: bool = 
     if isinstance(prompt, str):
         return [await _encoded(engine, prompt, add_special_tokens)]
     if not prompt:
-        raise PromptError("prompt: an empty list; give at least one text or one token")
+        raise PromptError("the list is empty: give at least one text or one token")
     if isinstance(prompt[0], int):
         return [Prompt(token_ids=tuple(prompt))]
     return [
@@ -123,6 +137,6 @@ async def _encoded(engine: AsyncEngine, text: str, add_special_tokens: bool) -> 
         return await engine.encode(Prompt(text))
     tokenizer = engine.engine.tokenizer
     if tokenizer is None:
-        raise PromptError("prompt: the engine has no tokenizer; give token ids")
+        raise PromptError("the engine has no tokenizer; give token ids")
     ids = await engine.off_loop(lambda: tokenizer.encode(text, add_special_tokens=False), len(text))
     return Prompt(text, tuple(ids))

@@ -18,6 +18,7 @@ from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import CompletionLogprobs, TokenSpeller, chat_logprobs
 from octavo.server.prompts import as_template_message, conversation
+from octavo.server.prompts import blaming as blaming_prompt
 from octavo.server.protocol.chat import ChatBody
 from octavo.server.sampling import Settled, check_model, check_stream, settle
 from octavo.server.security import KeyedCaller
@@ -46,14 +47,15 @@ async def chat_completions(
         structured_outputs=one_structure(body, plan),
         skip_special_tokens=False if plan is not None and plan.keeps_special else body.skip_special_tokens,
     )
-    prompt = await prompt_of(body, engine, state.chat_template, plan)
-    settled.cut_to_context(engine, len(prompt.token_ids or ()))
-    exchange = Exchange(http, engine, caller, "/v1/chat/completions")
-    stream = bool(body.stream)
-    with blaming(body, plan):
-        await exchange.submit(
-            [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
-        )
+    with blaming_prompt("messages" if body.prompt_token_ids is None else "prompt_token_ids"):
+        prompt = await prompt_of(body, engine, state.chat_template, plan)
+        settled.cut_to_context(engine, len(prompt.token_ids or ()))
+        exchange = Exchange(http, engine, caller, "/v1/chat/completions")
+        stream = bool(body.stream)
+        with blaming(body, plan):
+            await exchange.submit(
+                [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+            )
     answer = ChatAnswer(body, settled, TokenSpeller(engine.engine.tokenizer), check_model(body.model, state), plan)
     if stream:
         return exchange.stream(answer)

@@ -13,6 +13,7 @@ from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import CompletionLogprobs, TokenSpeller
+from octavo.server.prompts import blaming as blaming_prompt
 from octavo.server.prompts import texts
 from octavo.server.protocol.completions import CompletionBody
 from octavo.server.sampling import Settled, check_model, check_stream, settle
@@ -38,16 +39,17 @@ async def completions(
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs,
     )
-    if body.prompt_token_ids is not None:
-        prompts = [Prompt(token_ids=tuple(body.prompt_token_ids))]
-    else:
-        prompts = await texts(engine, body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    settled.cut_to_context(engine, max(len(p.token_ids or ()) for p in prompts))
-    exchange = Exchange(http, engine, caller, "/v1/completions")
-    stream = bool(body.stream)
-    await exchange.submit(
-        prompts, settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
-    )
+    with blaming_prompt("prompt" if body.prompt_token_ids is None else "prompt_token_ids"):
+        if body.prompt_token_ids is not None:
+            prompts = [Prompt(token_ids=tuple(body.prompt_token_ids))]
+        else:
+            prompts = await texts(engine, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        settled.cut_to_context(engine, max(len(p.token_ids or ()) for p in prompts))
+        exchange = Exchange(http, engine, caller, "/v1/completions")
+        stream = bool(body.stream)
+        await exchange.submit(
+            prompts, settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+        )
     answer = CompletionAnswer(body, settled, prompts, TokenSpeller(engine.engine.tokenizer), state)
     if stream:
         return exchange.stream(answer)

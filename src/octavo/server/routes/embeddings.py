@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from octavo.sampling_params import PoolingParams
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
+from octavo.server.prompts import blaming as blaming_prompt
 from octavo.server.prompts import texts
 from octavo.server.protocol.tokens import EmbeddingBody
 from octavo.server.sampling import check_model
@@ -34,9 +35,10 @@ async def embeddings(
         raise ApiError(400, message, param="dimensions", code="unsupported")
     deadline = body.deadline_ms if body.deadline_ms is not None else state.settings.default_deadline_ms
     params = PoolingParams(pooling=body.pooling, normalize=body.normalize, deadline_ms=deadline)
-    prompts = await texts(engine, body.input)
-    exchange = Exchange(http, engine, caller, "/v1/embeddings")
-    await exchange.submit(prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=False)
+    with blaming_prompt("input"):
+        prompts = await texts(engine, body.input)
+        exchange = Exchange(http, engine, caller, "/v1/embeddings")
+        await exchange.submit(prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=False)
     outputs = await exchange.results()
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [

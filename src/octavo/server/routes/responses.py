@@ -14,6 +14,7 @@ from octavo.server.answers import STREAMED, new_id, now, usage
 from octavo.server.errors import ApiError
 from octavo.server.exchange import Exchange
 from octavo.server.logprobs import TokenSpeller, chat_logprobs
+from octavo.server.prompts import blaming as blaming_prompt
 from octavo.server.prompts import conversation
 from octavo.server.protocol.responses import ResponsesBody
 from octavo.server.sampling import Settled, check_model, settle
@@ -43,13 +44,14 @@ async def responses(
         logprobs=body.top_logprobs,
         structured_outputs=structure_of(body.text.format if body.text is not None else None, "text.format"),
     )
-    prompt = await prompt_of(body, engine, state.chat_template)
-    settled.cut_to_context(engine, len(prompt.token_ids or ()))
-    exchange = Exchange(http, engine, caller, "/v1/responses")
-    stream = bool(body.stream)
-    await exchange.submit(
-        [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
-    )
+    with blaming_prompt("input" if body.prompt_token_ids is None else "prompt_token_ids"):
+        prompt = await prompt_of(body, engine, state.chat_template)
+        settled.cut_to_context(engine, len(prompt.token_ids or ()))
+        exchange = Exchange(http, engine, caller, "/v1/responses")
+        stream = bool(body.stream)
+        await exchange.submit(
+            [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+        )
     answer = ResponseAnswer(body, settled, TokenSpeller(engine.engine.tokenizer), check_model(body.model, state))
     if stream:
         return exchange.stream(answer)

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from octavo.async_engine import AsyncEngine
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import TokenSpeller
-from octavo.server.prompts import as_template_message, conversation
+from octavo.server.prompts import as_template_message, blaming, conversation
 from octavo.server.protocol.tokens import DetokenizeBody, TokenizeBody
 from octavo.server.sampling import check_model
 from octavo.server.security import KeyedCaller
@@ -29,18 +29,20 @@ async def tokenize(body: TokenizeBody, caller: KeyedCaller, state: State, engine
         if body.add_special_tokens:
             message = "add_special_tokens has no effect on messages: the chat template writes its own"
             raise ApiError(400, message, param="add_special_tokens")
-        prompt = await conversation(
-            engine,
-            [as_template_message(message) for message in body.messages],
-            template=state.chat_template,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        )
+        with blaming("messages"):
+            prompt = await conversation(
+                engine,
+                [as_template_message(message) for message in body.messages],
+                template=state.chat_template,
+                add_generation_prompt=body.add_generation_prompt,
+                variables=body.chat_template_kwargs,
+            )
         ids = list(prompt.token_ids or ())
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         tokenizer = _tokenizer(engine)
-        ids = await engine.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+        with blaming("prompt"):
+            ids = await engine.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
     limit = engine.engine.config.max_model_len
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
     if body.return_token_strs:
