@@ -99,6 +99,10 @@ def test_a_field_that_is_not_supported_is_named(
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {
             "enum": ["x" * 3000]}}}}, "structured_outputs"),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": USER, "tool_choice": "auto"}, "tool_choice"),
+        (CHAT, {"messages": USER, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (CHAT, {"messages": USER, "parallel_tool_calls": True}, "parallel_tool_calls"),
+        (CHAT, {"messages": USER, "tools": []}, "tools"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "prompt_token_ids": [97]}, "prompt"),

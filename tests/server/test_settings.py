@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ def _subparser(name: str) -> Any:
         ("--chat-template nowhere.jinja", "No such file"),
         ("--config nowhere.toml", "nowhere.toml"),
         ("--model nowhere/at/all", "nowhere/at/all"),
+        ("--host 300.1.1.1", "octavo: host='300.1.1.1': "),
+        ("--cors-origin foo", "'foo' is no origin"),
     ],
 )
 def test_mistakes_on_the_command_line_end_it_with_2(
@@ -155,6 +158,16 @@ def test_mistakes_on_the_command_line_end_it_with_2(
 ) -> None:
     assert main(["serve", *arguments.split(), *([] if "--port" in arguments else ["--port", "0"])]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}: Address already in use; choose another port"):
+            server_run.check_address("127.0.0.1", port)
+    server_run.check_address("localhost", 0)
+    with pytest.raises(ConfigError, match=r"host='192\.0\.2\.1': .*give an address of this machine"):
+        server_run.check_address("192.0.2.1", 0)  # kept for documentation: nobody has it
 
 
 def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

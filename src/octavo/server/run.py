@@ -2,15 +2,17 @@
 
 The port answers from the first moment: /health says "loading", /ready 503. SIGTERM or Ctrl-C: no new connections, what
 runs may finish for `drain_seconds`, then it is aborted; a second Ctrl-C ends at once. Exit codes: 0 after a signal, 1
-when the engine failed, 2 when the model could not be loaded as asked.
+when the engine failed, 2 when the port could not be opened or the model not be loaded as asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -73,6 +75,7 @@ class Running:
         """Blocks. Raises ConfigError for settings that cannot be honoured."""
         # Fail before the port is open on what can be known now.
         config = config_from(**self._loaded.engine)
+        check_address(self._loaded.server.host, self._loaded.server.port)
         for warning in self._loaded.warnings:
             self._say(f"warning: {warning}")
         if not len(self.app.state.keys) and self._loaded.server.host not in ("127.0.0.1", "localhost", "::1"):
@@ -85,7 +88,7 @@ class Running:
         threading.Thread(target=self._load, args=(config,), name="octavo-load", daemon=True).start()
         try:
             self.server.run()
-        except SystemExit:  # uvicorn could not open the port; it has said why
+        except SystemExit:  # the port was taken since it was checked; uvicorn has said why
             return 1
         return self.code
 
@@ -153,8 +156,8 @@ class _Server(uvicorn.Server):
     def port(self) -> int:
         """The port really used (0 asks for any)."""
         for server in getattr(self, "servers", []):
-            for socket in server.sockets:
-                return int(socket.getsockname()[1])
+            for listening in server.sockets:
+                return int(listening.getsockname()[1])
         return self.config.port
 
     async def startup(self, sockets: Any = None) -> None:
@@ -182,6 +185,39 @@ class _Server(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+
+
+def check_address(host: str, port: int) -> None:
+    """Can the port be opened? Binds it for a moment. Raises `ConfigError` with the system's reason.
+
+    As for the server itself, a family that this machine does not have (IPv6 for localhost, say) is no obstacle while
+    another address of the host can be used.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"host={host!r}: {reason}; give an address of this machine, such as 127.0.0.1 or 0.0.0.0 (all)"
+        ) from error
+    missing: OSError | None = None
+    usable = False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            usable = True
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                why = f"{error.strerror}; choose another port, or 0 for any free one"
+                raise ConfigError(f"host={host!r}, port={port}: {why}") from error
+            missing = error
+    if not usable:
+        reason = missing.strerror if missing else "no address"
+        raise ConfigError(
+            f"host={host!r}: {reason}; give an address of this machine, such as 127.0.0.1 or 0.0.0.0 (all)"
+        ) from missing
 
 
 def _build(config: Any, on_progress: Any) -> Engine:

@@ -59,10 +59,13 @@ def plan_for(body: ChatBody, engine: AsyncEngine, template: str | None) -> ToolP
 
     template: the chat template in use, None for the model's own.
     """
-    if not body.tools:
+    if body.tools == []:
+        raise ApiError(400, "tools: the list is empty; give a tool, or leave tools out", param="tools", code="empty")
+    if body.tools is None:
         for name in ("tool_choice", "parallel_tool_calls"):
             value = getattr(body, name)
-            if value is not None and not (name == "tool_choice" and value in ("none", "auto")):
+            # "none" is what holds without tools anyway; "auto" would seem to allow calls.
+            if value is not None and not (name == "tool_choice" and value == "none"):
                 raise ApiError(400, f"{name} has no effect without tools", param=name, code="contradiction")
         return None
     return plan(body, engine, template)
