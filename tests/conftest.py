@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+
+import pytest
+
+#: Tests with a browser, sockets and processes of their own: a machine that stalls at the wrong moment is no bug.
+WITH_A_WORLD = (Path(__file__).parent / "browser", Path(__file__).parent / "server")
 
 # A process that was started in the background by a shell ignores Ctrl-C; tests press it, wherever they run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Such a test may fail once; a second failure counts, and every rerun is shown in the summary."""
+    for item in items:
+        if any(folder in item.path.parents for folder in WITH_A_WORLD):
+            item.add_marker(pytest.mark.flaky(reruns=1))
