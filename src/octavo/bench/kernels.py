@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo.bench.report import Column, Report, Table, add_report_options, bar, fixed, machine_facts, positive, publish
+from octavo.bench.clock import add_clock_options, settle_clock
+from octavo.bench.report import Column, Report, Table, add_report_options, bar, fixed, machine_facts, publish
 from octavo.bench.report import times as ratio
 from octavo.errors import ConfigError
 
@@ -107,11 +108,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--only", choices=("products", "attention"), help="one half")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="of weights and KV (float32 and bfloat16)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="OpenMP threads (torch's default)")
-    parser.add_argument("--seconds", type=float, default=0.3, metavar="S", help="spent on each contender (0.3)")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="processor time instead of wall time; needs --threads 1"
-    )
+    add_clock_options(parser, seconds=0.3)
     add_report_options(parser)
 
 
@@ -121,16 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.kernels import cpu
 
-    if args.seconds <= 0:
-        raise ConfigError(f"--seconds {args.seconds}: must be above 0")
-    if args.cpu_time and args.threads != 1:
-        raise ConfigError("--cpu-time counts one thread's work only: add --threads 1")
+    clock = settle_clock(args)
     if cpu.why_unavailable():
         raise ConfigError(cpu.why_unavailable())
-    if args.threads:
-        torch.set_num_threads(args.threads)
     report = Report("kernels", machine_facts())
-    clock = time.thread_time if args.cpu_time else time.perf_counter
     cases: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     for dtype in args.dtype or ["float32", "bfloat16"]:
         if args.only != "attention":

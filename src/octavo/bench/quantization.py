@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench.clock import add_clock_options, settle_clock
 from octavo.bench.kernels import ATTENTION as KERNEL_SHAPES
 from octavo.bench.kernels import Shape
 from octavo.bench.report import (
@@ -131,11 +132,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="one part (may be repeated)")
     parser.add_argument("--text", metavar="FILE", help="text to read (default: some pages that ship with Octavo)")
     parser.add_argument("--tokens", type=positive, default=2000, metavar="N", help="of the text (2000)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="OpenMP threads (torch's default)")
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="spent on each contender (0.5)")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="processor time instead of wall time; needs --threads 1"
-    )
+    add_clock_options(parser, seconds=0.5)
     add_report_options(parser)
 
 
@@ -146,12 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.kernels import cpu
     from octavo.models.load import read_spec
 
-    if args.seconds <= 0:
-        raise ConfigError(f"--seconds {args.seconds}: must be above 0")
-    if args.cpu_time and args.threads != 1:
-        raise ConfigError("--cpu-time counts one thread's work only: add --threads 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    clock = settle_clock(args)
     parts = args.only or PARTS
     spec = read_spec(args.model)
     formats = [f for f in FORMATS if "int4" not in f.kv_dtype or spec.head_dim % GROUP == 0]
@@ -163,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if "attention" in parts:
         if cpu.why_unavailable():
             raise ConfigError(cpu.why_unavailable())
-        _speed(report, args.seconds, time.thread_time if args.cpu_time else time.perf_counter)
+        _speed(report, args.seconds, clock)
         what = "processor" if args.cpu_time else "wall"
         report.notes.append(
             f"attention: {torch.get_num_threads()} threads, {cpu.instruction_set()} kernels, shuffled blocks of 16, "
