@@ -6,8 +6,6 @@ import asyncio
 import base64
 import json
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,40 +13,11 @@ import openai
 import pytest
 
 from helpers.http_server import Served
-from helpers.tiny_models import write_tiny
-from octavo.config import make_config
-from octavo.engine import Engine
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a page?"}]
 PROMPTS = ["The capital of France is", "héllo wörld ✓", "x"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny("llama", path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def served(model: str) -> Iterator[Served]:
-    with Served(Engine.build(make_config(model=model, num_blocks=200))) as server:
-        yield server
-        server.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[LLM]:
-    with LLM(model=model, num_blocks=200) as offline:
-        yield offline
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as made:
-        yield made
 
 
 def test_chat_answers_equal_llm_chat_token_for_token(client: openai.OpenAI, llm: LLM) -> None:
