@@ -43,11 +43,6 @@ def check_books(engine: Any) -> int:
     return int(engine.scheduler.memory.pool.num_used)
 
 
-def is_preempted(engine: Any, request: Any) -> bool:
-    found = engine.scheduler.requests.get(request.request_id)
-    return found is not None and found.state.value == "waiting" and found.num_preemptions > 0
-
-
 def params(**given: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 20, "seed": 1, **given})
 
@@ -105,26 +100,43 @@ def test_best_of_gives_only_the_kept_samples_and_beams_their_result() -> None:
     run(work)
 
 
+def in_state(engine: Any, request_id: str, when: str) -> bool:
+    """Has the request come as far as `when` says?"""
+    found = engine.scheduler.requests.get(request_id)
+    if found is None or when == "after the end":
+        return False
+    if when == "preempted":
+        return found.state.value == "waiting" and found.num_preemptions > 0
+    return when == "at once" or any(sequence.num_tokens > found.prompt_len for sequence in found.sequences)
+
+
 @pytest.mark.parametrize("when", ["at once", "running", "twice", "after the end", "preempted"])
 def test_an_abort_frees_the_blocks_in_every_state(when: str) -> None:
+    """The engine stands still in the state that is meant, so the abort meets it however busy the machine is."""
+    reached, aborted = threading.Event(), threading.Event()
+
+    def stand_still(engine: Any) -> None:
+        if not reached.is_set() and in_state(engine, "victim", when):
+            reached.set()
+            assert aborted.wait(60)
+
     async def work(engine: AsyncEngine) -> None:
-        requests = [await engine.submit(Prompt(f"{i} hello"), params(max_tokens=150)) for i in range(6)]
-        victim = requests[-1]
-        if when != "at once":
-            await victim.next_deltas()
+        engine.on_step(stand_still)
+        requests = [await engine.submit(Prompt(f"{i} hello"), params(max_tokens=150)) for i in range(5)]
+        victim = await engine.submit(Prompt("5 hello"), params(max_tokens=150), request_id="victim")
         if when == "after the end":
             await victim.result()
-        while when == "preempted" and not await asyncio.wrap_future(engine.call(lambda e: is_preempted(e, victim))):
-            assert victim.final is None, "it was never preempted"
+        else:
+            assert await asyncio.to_thread(reached.wait, 60), f"it was never {when}"
         for _ in range(2 if when == "twice" else 1):
             victim.abort()
+        aborted.set()
         output = await victim.result()
         assert output.outputs[0].finish_reason == ("length" if when == "after the end" else "abort")
-        for other in requests[:-1]:
+        for other in requests:
             assert (await other.result()).outputs[0].finish_reason == "length"
 
-    small = {"num_blocks": 24, "seconds": 0.0005} if when == "preempted" else {}
-    run(work, **small)
+    run(work, **({"num_blocks": 24, "seconds": 0.0005} if when == "preempted" else {}))
 
 
 def test_a_refusal_is_raised_at_the_door_and_leaves_nothing() -> None:
