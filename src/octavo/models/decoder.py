@@ -25,6 +25,9 @@ from octavo.models.spec import ModelSpec
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
 
+#: Products of a layer, as `linears` names them; q, k and v are one product, gate and up another.
+LAYER_LINEARS = ("qkv", "out", "gate_up", "down")
+
 
 @dataclass(slots=True)
 class _Layer:
@@ -214,6 +217,24 @@ class Decoder:
         """
         argmax = getattr(self._head, "argmax", None)
         return None if argmax is None or self.spec.logit_softcap is not None else argmax(hidden)
+
+    def linears(self) -> dict[str, Linear]:
+        """The products of all layers by canonical fused name: "layers.3.qkv", "….out", "….gate_up", "….down"."""
+        return {
+            f"layers.{index}.{name}": getattr(layer, name)
+            for index, layer in enumerate(self._layers)
+            for name in LAYER_LINEARS
+        }
+
+    def replace_linear(self, name: str, linear: Linear) -> None:
+        """Use `linear` where `linears()[name]` was: same input, same output width. Raises KeyError for another name."""
+        match name.split("."):
+            case ["layers", index, part] if (
+                part in LAYER_LINEARS and index.isdecimal() and int(index) < len(self._layers)
+            ):
+                setattr(self._layers[int(index)], part, linear)
+            case _:
+                raise KeyError(f"{name!r}: no product of this model; known: layers.<index>.<{'|'.join(LAYER_LINEARS)}>")
 
     def parameter_count(self) -> int:
         """Numbers in the weights; a tied head counts once."""
