@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Such a test may fail once; a second failure counts, and every rerun is shown in the summary."""
+    """Such a test gets three more tries, a moment later each; every rerun is shown in the summary."""
     for item in items:
         if any(folder in item.path.parents for folder in WITH_A_WORLD):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=2))
