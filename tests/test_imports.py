@@ -24,28 +24,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": set(),
     "logs": {"errors"},
     "interrupts": set(),
+    "devices": {"errors"},
     "core": WORDS,
     "inspect": {"core", "errors"},
     "planning": {"core", *WORDS},
-    "kernels": {"core", "errors"},
-    "models": {"kernels", "logs", *WORDS},
+    "kernels": {"devices", "core", "errors"},
+    "models": {"devices", "kernels", "logs", *WORDS},
     "text": {"outputs", "errors", "sampling_params"},
-    "runner": {"core", "kernels", "models", "logs", *WORDS},
+    "runner": {"devices", "core", "kernels", "models", "logs", *WORDS},
     "grammar": {"models", "text", *WORDS},
-    "engine": {"core", "kernels", "models", "runner", "grammar", "text", "outputs", "logs", *WORDS},
+    "engine": {"devices", "core", "kernels", "models", "runner", "grammar", "text", "outputs", "logs", *WORDS},
     "llm": {"engine", "text", "outputs", "logs", "interrupts", *WORDS},
-    "attention": {"core", "kernels", "runner", *WORDS},
+    "attention": {"devices", "core", "kernels", "runner", *WORDS},
     "server": {
         "llm", "engine", "grammar", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", "package",
         *WORDS,
     },
     "bench": {
         "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs",
-        "logs", "package", *WORDS,
+        "logs", "package", "devices", *WORDS,
     },
     "cli": {
         "llm", "engine", "server", "inspect", "planning", "bench", "core", "models", "text", "outputs", "logs",
-        "interrupts", "package", *WORDS,
+        "interrupts", "package", "devices", *WORDS,
     },
 }  # fmt: skip
 #: Modules at the top of the package that belong to a larger part.
@@ -53,7 +54,7 @@ PART_OF = {
     "builder": "engine", "speculation": "engine", "door": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
-    "__init__": "package", "__main__": "cli",
+    "host_memory": "devices", "__init__": "package", "__main__": "cli",
 }  # fmt: skip
 #: Single imports against the direction, with their reasons.
 ALLOWED = {

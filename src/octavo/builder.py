@@ -6,7 +6,6 @@ The only place that decides sizes. What is chosen for the caller, and why, goes 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.settings import SchedulerSettings
+from octavo.devices import device_of, find_device
 from octavo.engine import Engine
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
@@ -31,7 +31,7 @@ from octavo.models.load import LoadedModel, load_model, pick_dtype
 from octavo.models.spec import ModelSpec
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
-from octavo.runner.memory import Budget, available_bytes, available_cpu_bytes, cpu_budget, cuda_budget, total_cpu_bytes
+from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget, cuda_budget
 from octavo.runner.model_runner import ModelRunner, Profile
 from octavo.speculation import load_draft, settle_speculation
 
@@ -56,7 +56,7 @@ def build_engine(
     """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
         config = replace(config, debug=True)
-    device = _device(config.device)
+    device = find_device(config.device).kind
     check_kv_dtype(config.kv_cache_dtype, device)
     dtype = pick_dtype(config.dtype, device)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
@@ -122,13 +122,13 @@ def build_engine(
 
 def _hardware(device: str, model: LoadedModel, store: KVStore, budget: Budget) -> dict[str, object]:
     """The device and what its memory went to, in bytes, for reports."""
-    on_gpu = device.startswith("cuda")
+    where = device_of(device)
     return {
         "device": device,
-        "name": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "name": where.name,
         "cores": os.cpu_count(),
-        "total_bytes": torch.cuda.mem_get_info(device)[1] if on_gpu else total_cpu_bytes(),
-        "available_bytes": available_bytes(device),
+        "total_bytes": where.total_bytes(),
+        "available_bytes": where.available_bytes(),
         "weight_bytes": model.weight_bytes,
         "kv_bytes": store.device_bytes,
         "activation_bytes": budget.activation_bytes,
@@ -176,16 +176,6 @@ def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
     per_layer = spec.hidden_size * (width + 3 * spec.intermediate_size)
     token_seconds = 2 * spec.num_layers * per_layer / FLOPS[kind]
     return 2 * layout.bytes_per_block / MOVE_BYTES_PER_S[kind] / token_seconds
-
-
-def _device(asked: str) -> str:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda': torch sees no CUDA device; use device='cpu', or install a CUDA build of torch"
-        )
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
 
 
 def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:

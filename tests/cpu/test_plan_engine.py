@@ -78,7 +78,8 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.cli.plan import model_sizes
 from octavo.planning.plan import Ask, make_plan
-from octavo.runner.memory import _reset_peak, _status_bytes
+from octavo.host_memory import reset_peak as _reset_peak
+from octavo.host_memory import status_bytes as _status_bytes
 TOKENS, SEQS = 512, 16
 shape, weights = model_sizes("gemma-3-270m", "bfloat16")
 length = TOKENS // SEQS

@@ -10,7 +10,9 @@ import torch
 from helpers.paged import tiny_spec
 from octavo.core.kv_layout import build_layout
 from octavo.core.step import BlockTransfer, TransferKind
+from octavo.devices import CudaDevice
 from octavo.errors import BoundsError, ConfigError
+from octavo.host_memory import reset_peak
 from octavo.kernels.reference import ReferenceAttention
 from octavo.runner import kv_store, memory
 from octavo.runner.kv_store import KVStore
@@ -166,26 +168,30 @@ def test_cpu_budget_is_four_gib_or_forty_percent():
 
 
 def test_cuda_budget_subtracts_what_is_taken_and_the_peak(monkeypatch):
+    card = CudaDevice.__new__(CudaDevice)
+    card.torch = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 80 << 30))
-    budget = memory.cuda_budget(0.9, 2 << 30)
+    budget = memory.cuda_budget(0.9, 2 << 30, card)
     assert budget.bytes == (72 - 10 - 2) << 30
     assert "0.9 of 80.0 GiB, minus 10.00 GiB in use and 2.00 GiB" in budget.reason
-    assert memory.cuda_budget(0.1, 2 << 30).bytes == 0
-    assert memory.available_bytes("cuda") == 70 << 30
+    assert memory.cuda_budget(0.1, 2 << 30, card).bytes == 0
+    assert memory.available_bytes(card) == 70 << 30
 
 
 def test_cuda_peak_is_the_allocators_high_water_mark(monkeypatch):
     calls = []
+    card = CudaDevice.__new__(CudaDevice)
+    card.torch = torch.device("cuda")
     for name, value in (("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *a, name=name, value=value: calls.append(name))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
-    assert memory.measure_activation_peak(lambda: calls.append("run"), "cuda") == 250
+    assert memory.measure_activation_peak(lambda: calls.append("run"), card) == 250
     assert calls.index("reset_peak_memory_stats") < calls.index("run") < len(calls) - 1
 
 
 def test_host_peak_sees_memory_that_is_gone_again():
-    if not memory._reset_peak():
+    if not reset_peak():
         pytest.skip("this system cannot reset VmHWM")
     peak = memory.measure_activation_peak(lambda: torch.ones(64 << 20, dtype=torch.uint8).amax(), "cpu")
     assert 60 << 20 < peak < 200 << 20

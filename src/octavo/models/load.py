@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.config import EngineConfig
+from octavo.devices import device_of
 from octavo.errors import ModelError
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
@@ -55,9 +56,10 @@ def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
     """
     if spec_dtype != "auto":
         return DTYPES[spec_dtype]
-    if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    where = device_of(device)
+    if where.supports_bfloat16():
+        return torch.bfloat16
+    return torch.float32 if where.kind == "cpu" else torch.float16
 
 
 class _Source:
