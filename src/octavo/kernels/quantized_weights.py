@@ -1,0 +1,321 @@
+"""Quantised weights in torch: what a `QuantizedWeight` means, how one is made, and the product by it.
+
+The definition that native kernels are tested against; it runs on any device. A row (output) of a weight is cut into
+groups of inputs, each with its own scale: value = scale * (code - zero). Codes here are one byte each, unpacked; how a
+kernel packs them is the kernel's business. It knows no files and no model.
+
+Invariant: `dequantize` is the one meaning of a weight. Every product, packed or not, computes with
+exactly those numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from octavo.errors import ConfigError
+
+#: kind -> bits of a code
+BITS = {"int8": 8, "int4": 4}
+#: Codes of an int4 weight without zeros are signed numbers plus this.
+INT4_MIDDLE = 8
+#: Shares of the full range that are tried for the scale of an int4 group: a smaller step for most numbers can be worth
+#: cutting the largest ones off.
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+ROWS_AT_A_TIME = (
+    1 << 21
+)  # numbers of a weight that are in float32 at the same time, while it is quantised or multiplied
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [out, in] as codes: value = scale * (code - zero).
+
+    kind: "int8" or "int4". codes: one byte per number, [out, in]; int8 codes are int8 (or uint8 with zeros), int4 codes
+    uint8 in 0 … 15. scales: float32 [out, groups], groups = ceil(in / group_size); the last group may be shorter.
+    zeros: float32 [out, groups]; None: 0 for int8, 8 for int4. group_size: inputs per scale (in_features: one scale per
+    output). input_order: int64 [in] or None: column j of `codes` belongs to input input_order[j] (GPTQ's act-order).
+    Raises ConfigError when these do not fit together.
+    """
+
+    kind: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_size: int
+    input_order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in BITS:
+            raise ConfigError(f"kind={self.kind!r}: a quantised weight is one of {', '.join(BITS)}")
+        if self.codes.dim() != 2 or 0 in self.codes.shape:
+            raise ConfigError(f"codes of shape {tuple(self.codes.shape)}: a non-empty [out, in] is needed")
+        unsigned = self.kind == "int4" or (self.affine and self.codes.dtype == torch.uint8)
+        if self.codes.dtype != (torch.uint8 if unsigned else torch.int8):
+            raise ConfigError(
+                f"{self.kind} codes of {self.codes.dtype}: uint8 for int4, int8 for int8 (uint8 with zeros)"
+            )
+        if self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size}: must be at least 1")
+        expected = (self.out_features, self.groups)
+        for name, values in (("scales", self.scales), ("zeros", self.zeros)):
+            if values is not None and (tuple(values.shape) != expected or values.dtype != torch.float32):
+                raise ConfigError(
+                    f"{name} of shape {tuple(values.shape)}, {values.dtype}: float32 {list(expected)} is needed "
+                    f"({self.out_features} outputs, {self.in_features} inputs in groups of {self.group_size})"
+                )
+        order = self.input_order
+        if order is not None and (order.dtype != torch.int64 or tuple(order.shape) != (self.in_features,)):
+            raise ConfigError(f"input_order {tuple(order.shape)}, {order.dtype}: int64 [{self.in_features}] is needed")
+
+    @property
+    def out_features(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def in_features(self) -> int:
+        return int(self.codes.shape[1])
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row; the last one may hold fewer inputs than `group_size`."""
+        return -(-self.in_features // self.group_size)
+
+    @property
+    def affine(self) -> bool:
+        """Whether each group has a zero of its own."""
+        return self.zeros is not None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return BITS[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it packed without loss: codes at `bits` each, scales in 16 bits where that is exact, zeros in 8."""
+        scale_bytes = 2 if halves_exactly(self.scales) else 4
+        zero_bytes = 0 if self.zeros is None else 1 if is_small_integer(self.zeros) else 4
+        packed = self.out_features * -(-self.in_features * self.bits // 8)
+        order = 0 if self.input_order is None else 8 * self.in_features
+        return packed + self.scales.numel() * (scale_bytes + zero_bytes) + order
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out, in], inputs in their own order."""
+        out = torch.empty(self.codes.shape, dtype=torch.float32, device=self.codes.device)
+        step = max(1, ROWS_AT_A_TIME // self.in_features)
+        for first in range(0, self.out_features, step):
+            rows = slice(first, first + step)
+            zeros = None if self.zeros is None else self.zeros[rows]
+            values = _values(self.kind, self.codes[rows], self.scales[rows], zeros, self.group_size)
+            if self.input_order is None:
+                out[rows] = values
+            else:
+                out[rows, self.input_order] = values
+        return out
+
+
+def halves_exactly(values: torch.Tensor) -> bool:
+    """Whether every value is a float16 number."""
+    return bool((values.half().float() == values).all())
+
+
+def is_small_integer(values: torch.Tensor) -> bool:
+    """Whether every value is an integer that fits a byte."""
+    return bool(((values == values.round()) & (values >= 0) & (values <= 255)).all())
+
+
+def _values(
+    kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
+    """float32 values of codes [rows, in], in the order of the codes."""
+    columns = codes.shape[1]
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        if values.shape[1] == 1:
+            return values
+        return values.repeat_interleave(group_size, dim=1)[:, :columns]
+
+    numbers = codes.to(torch.float32)
+    if zeros is not None:
+        numbers = numbers - spread(zeros)
+    elif kind == "int4":
+        numbers = numbers - INT4_MIDDLE
+    return numbers * spread(scales)
+
+
+# Quantising
+
+
+def quantize_rows(weight: torch.Tensor, kind: str, group_size: int | None = None) -> QuantizedWeight:
+    """weight [out, in] of any float dtype -> its nearest `QuantizedWeight` of `kind`.
+
+    int8: symmetric, one scale per output unless a group_size is given: largest magnitude / 127, round to nearest.
+    int4: groups of 32 unless told otherwise, integer zeros, scales that are float16 numbers; per group the step and the
+    zero with the least squared error of a few candidates. A group of zeros has scale 0. group_size may exceed or not
+    divide in_features. Raises ConfigError for another kind, and for numbers that are not finite.
+    """
+    if kind not in BITS:
+        raise ConfigError(f"kind={kind!r}: weights can be quantised to {', '.join(BITS)}")
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ConfigError(f"a weight of shape {tuple(weight.shape)}: a non-empty [out, in] is needed")
+    if group_size is not None and (isinstance(group_size, bool) or group_size < 1):
+        raise ConfigError(f"group_size={group_size!r}: must be an integer of at least 1")
+    columns = weight.shape[1]
+    size = min(group_size or (columns if kind == "int8" else 32), columns)
+    make = _int8_groups if kind == "int8" else _int4_groups
+    step = max(1, ROWS_AT_A_TIME // columns)
+    parts = []
+    for first in range(0, weight.shape[0], step):
+        rows = weight[first : first + step].float()
+        if not bool(torch.isfinite(rows).all()):
+            raise ConfigError("the weight holds numbers that are not finite; it cannot be quantised")
+        padding = -columns % size
+        grouped = F.pad(rows, (0, padding)).view(rows.shape[0], -1, size)
+        codes, scales, zeros = make(grouped)
+        parts.append((codes.flatten(1)[:, :columns], scales, zeros))
+    all_codes, all_scales = (torch.cat([part[i] for part in parts]) for i in (0, 1))  # type: ignore[misc]
+    all_zeros = None if parts[0][2] is None else torch.cat([part[2] for part in parts])  # type: ignore[misc]
+    return QuantizedWeight(kind, all_codes.contiguous(), all_scales, all_zeros, size)
+
+
+def _int8_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """[rows, groups, size] -> int8 codes of that shape, scales [rows, groups]."""
+    scales = groups.abs().amax(-1) / 127
+    codes = (groups * _inverse(scales)[..., None]).round().clamp(-127, 127)
+    return codes.to(torch.int8), scales, None
+
+
+def _int4_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[rows, groups, size] -> codes 0 … 15, float16 scales and integer zeros with the least squared error."""
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    best = torch.full_like(low, torch.inf)
+    scales, zeros = torch.zeros_like(low), torch.full_like(low, float(INT4_MIDDLE))
+    codes = torch.full_like(groups, INT4_MIDDLE)
+    for share in SHARES:
+        scale = ((high - low) * (share / 15)).clamp(max=65504).half().float()
+        inverse = _inverse(scale)
+        zero = (-low * share * inverse).round().clamp(0, 15)
+        found = (groups * inverse[..., None]).round_().add_(zero[..., None]).clamp_(0, 15)
+        error = ((found - zero[..., None]) * scale[..., None]).sub_(groups).square_().sum(-1)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+        codes = torch.where(better[..., None], found, codes)
+    return codes.to(torch.uint8), scales, zeros
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    """1 / scale, and 0 for 0."""
+    return torch.where(scales > 0, 1 / scales.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+
+
+# Products
+
+
+class ReferenceQuantizedLinear:
+    """x [..., in] -> [..., out] in x's dtype: float32 products with the dequantised weight, some rows at a time.
+
+    Keeps codes packed (two int4 codes to a byte), never the whole weight in floats. `rows` reads single rows back.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        if bias is not None and tuple(bias.shape) != (weight.out_features,):
+            raise ConfigError(f"a bias of shape {tuple(bias.shape)} for {weight.out_features} outputs")
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self._kind, self._group_size, self._order = weight.kind, weight.group_size, weight.input_order
+        self._codes = _pack_nibbles(weight.codes) if weight.kind == "int4" else weight.codes
+        self._scales, self._zeros, self._bias = weight.scales, weight.zeros, bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        tensors = (self._codes, self._scales, self._zeros, self._order)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def _dequantized(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        codes = self._codes[rows]
+        if self._kind == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, : self.in_features]
+        zeros = None if self._zeros is None else self._zeros[rows]
+        return _values(self._kind, codes, self._scales[rows], zeros, self._group_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if self._order is None else x.float().index_select(-1, self._order)
+        step = max(1, ROWS_AT_A_TIME // self.in_features)
+        parts = [F.linear(wide, self._dequantized(slice(at, at + step))) for at in range(0, self.out_features, step)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return (out if self._bias is None else out + self._bias.float()).to(x.dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows `ids` (int64 [n]) of the weight as [n, in] in `dtype`."""
+        values = self._dequantized(ids.reshape(-1)).view(*ids.shape, self.in_features)
+        if self._order is not None:
+            values = torch.empty_like(values).index_copy_(-1, self._order, values)
+        return values.to(dtype)
+
+
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, in] below 16 -> [out, ceil(in / 2)]: the even input in the low four bits."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def fusible(parts: Sequence[QuantizedWeight]) -> bool:
+    """Whether weights that read the same input can be one: equal kind, groups, inputs, order and use of zeros."""
+    first = parts[0]
+
+    def same_order(other: QuantizedWeight) -> bool:
+        if first.input_order is None or other.input_order is None:
+            return first.input_order is other.input_order
+        return torch.equal(first.input_order, other.input_order)
+
+    return all(
+        (p.kind, p.group_size, p.in_features, p.affine, p.codes.dtype)
+        == (first.kind, first.group_size, first.in_features, first.affine, first.codes.dtype)
+        and same_order(p)
+        for p in parts[1:]
+    )
+
+
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """`fusible` parts, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    zeros = None if first.zeros is None else torch.cat([p.zeros for p in parts if p.zeros is not None])
+    codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts])
+    return QuantizedWeight(first.kind, codes, scales, zeros, first.group_size, first.input_order)
+
+
+class JoinedLinear:
+    """Several products of one input side by side, for parts that cannot be one product."""
+
+    def __init__(self, parts: Sequence[ReferenceQuantizedLinear]) -> None:
+        self._parts = tuple(parts)
+        self.out_features = sum(p.out_features for p in parts)
+        self.in_features = parts[0].in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(part.nbytes for part in self._parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+
+def reference_linear(
+    parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None
+) -> ReferenceQuantizedLinear | JoinedLinear:
+    """x -> x W^T + bias for the parts one below the other; what `Ops.quantized_linear` means."""
+    if len({p.in_features for p in parts}) != 1:
+        raise ConfigError(f"parts with {', '.join(str(p.in_features) for p in parts)} inputs cannot share an input")
+    if fusible(parts):
+        return ReferenceQuantizedLinear(concatenate(parts), bias)
+    sizes = [p.out_features for p in parts]
+    offsets = [None] * len(parts) if bias is None else list(bias.split(sizes))
+    return JoinedLinear([ReferenceQuantizedLinear(p, b) for p, b in zip(parts, offsets, strict=True)])
