@@ -17,6 +17,13 @@ from octavo.core.sequence import Sequence
 from octavo.core.step import BlockTransfer, TransferKind
 
 
+class TableHolder(Protocol):
+    """Whose tables they are: a `Sequence` of the scheduler, or a request of an engine built on `RequestTables`."""
+
+    seq_id: int
+    tables: list[BlockTable]
+
+
 class Allocation(Protocol):
     """A memory policy. All counts are physical blocks over all groups."""
 
@@ -109,17 +116,17 @@ class PagedAllocation:
     def can_admit(self, need: int) -> bool:
         return need <= self.pool.num_available
 
-    def blocks_needed(self, seq: Sequence, start: int, upto: int) -> int:
+    def blocks_needed(self, seq: TableHolder, start: int, upto: int) -> int:
         if seq.seq_id in self._unsharing:
             start = 0
         return sum(t.num_missing(upto) + len(t.not_private(start, upto)) for t in seq.tables)
 
-    def fork_cost(self, parent: Sequence) -> int:
+    def fork_cost(self, parent: TableHolder) -> int:
         return 0
 
     # -- acting ----------------------------------------------------------------------------------------------------
 
-    def open(self, seq: Sequence, match: Match | None = None) -> None:
+    def open(self, seq: TableHolder, match: Match | None = None) -> None:
         seq.tables = [
             BlockTable(self.pool, self.layout.block_size, seq_id=seq.seq_id, group=g)
             for g in range(self.layout.num_groups)
@@ -131,7 +138,7 @@ class PagedAllocation:
             for block in ids:
                 table.adopt(block)
 
-    def extend(self, seq: Sequence, start: int, upto: int) -> list[BlockTransfer]:
+    def extend(self, seq: TableHolder, start: int, upto: int) -> list[BlockTransfer]:
         if seq.seq_id in self._unsharing:
             self._unsharing.discard(seq.seq_id)
             start = 0
@@ -142,20 +149,20 @@ class PagedAllocation:
             table.append(upto)
         return transfers
 
-    def fork(self, parent: Sequence, child: Sequence) -> list[BlockTransfer]:
+    def fork(self, parent: TableHolder, child: TableHolder) -> list[BlockTransfer]:
         child.tables = [t.fork(child.seq_id) for t in parent.tables]
         if not self.copy_on_write:
             self._unsharing.add(child.seq_id)
         return []
 
-    def release_behind_window(self, seq: Sequence, position: int) -> int:
+    def release_behind_window(self, seq: TableHolder, position: int) -> int:
         released = 0
         for table, group in zip(seq.tables, self.layout.groups):
             if group.window is not None:
                 released += table.release_before(group.first_needed(position))
         return released
 
-    def close(self, seq: Sequence) -> int:
+    def close(self, seq: TableHolder) -> int:
         held = sum(t.free() for t in seq.tables)
         seq.tables = []
         self._unsharing.discard(seq.seq_id)

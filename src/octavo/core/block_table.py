@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.step import TableUpdate
-from octavo.errors import BoundsError
+from octavo.errors import AuditError, BoundsError
 
 RELEASED = -1
 
@@ -164,6 +164,21 @@ class BlockTable:
         """The runner lost its row: the next plan carries the whole table."""
         self._sent = 0
         self._edited.clear()
+
+    # -- trust ---------------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Every entry is a block of the pool, none twice, released ones only in front; `AuditError` at the first."""
+        seen: set[int] = set()
+        for logical, block in enumerate(self.ids):
+            where = f"sequence {self.seq_id}, group {self.group}, logical block {logical}"
+            if (block == RELEASED) != (logical < self.first_live):
+                raise AuditError(f"{where}: entry {block} contradicts first_live={self.first_live}")
+            if block != RELEASED and not 0 <= block < self._pool.num_blocks:
+                raise AuditError(f"{where}: block {block} is outside the pool of {self._pool.num_blocks}")
+            if block != RELEASED and block in seen:
+                raise AuditError(f"{where}: block {block} is twice in one table")
+            seen.add(block)
 
     def _check(self, logical: int) -> None:
         if not self.first_live <= logical < len(self.ids):

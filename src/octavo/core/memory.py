@@ -291,7 +291,7 @@ class KVMemory:
         for request in requests:
             for seq in request.sequences:
                 for table in seq.tables:
-                    self._audit_table(table.ids, table.first_live, seq.seq_id, table.group)
+                    table.audit()
                     for block in table.live_ids():
                         device[block] = device.get(block, 0) + 1
             for tables in (request.swapped or {}).values():
@@ -300,18 +300,6 @@ class KVMemory:
                         if block != RELEASED:
                             host[block] = host.get(block, 0) + 1
         return device, host
-
-    def _audit_table(self, ids: list[int], first_live: int, seq_id: int, group: int) -> None:
-        seen: set[int] = set()
-        for logical, block in enumerate(ids):
-            where = f"sequence {seq_id}, group {group}, logical block {logical}"
-            if (block == RELEASED) != (logical < first_live):
-                raise AuditError(f"{where}: entry {block} contradicts first_live={first_live}")
-            if block != RELEASED and not 0 <= block < self.pool.num_blocks:
-                raise AuditError(f"{where}: block {block} is outside the pool of {self.pool.num_blocks}")
-            if block != RELEASED and block in seen:
-                raise AuditError(f"{where}: block {block} is twice in one table")
-            seen.add(block)
 
     def audit(self, requests: Iterable[Request]) -> None:
         """Everything must agree: counts and tables, list and states, hashes and blocks. O(pool)."""

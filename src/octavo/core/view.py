@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from octavo.core.block_pool import BlockPool
+    from octavo.core.block_table import BlockTable
+    from octavo.core.request_tables import RequestTables
     from octavo.core.scheduler import Scheduler
 
 
@@ -60,27 +65,20 @@ class PoolView:
 def pool_view(scheduler: Scheduler) -> PoolView:
     """Take a snapshot; costs time proportional to the blocks in use, so take it when somebody looks."""
     memory, pool, layout = scheduler.memory, scheduler.memory.pool, scheduler.memory.layout
-    tables: dict[int, list[list[int]]] = {}
     requests: dict[int, str] = {}
-    counts: dict[int, int] = {}
-    fill: dict[int, int] = {}
     known: dict[int, int] = {}
     computed: dict[int, int] = {}
     prompts: dict[int, int] = {}
+    rows = []
     for request in scheduler.running:
         for seq in request.live():
             if not seq.tables:
                 continue
-            tables[seq.seq_id] = [list(t.ids) for t in seq.tables]
+            rows.append((seq.seq_id, seq.tables, seq.num_computed))
             requests[seq.seq_id] = request.request_id
             known[seq.seq_id], computed[seq.seq_id] = seq.num_tokens, seq.num_computed
             prompts[seq.seq_id] = request.prompt_len
-            for table in seq.tables:
-                for logical in range(table.first_live, len(table.ids)):
-                    block = table.ids[logical]
-                    counts[block] = pool.count(block)
-                    used = min(layout.block_size, max(0, seq.num_computed - logical * layout.block_size))
-                    fill[block] = max(fill.get(block, 0), used)
+    tables, counts, fill = _held(rows, pool, layout.block_size)
     per_sequence = layout.static_bytes(scheduler.settings.max_model_len)
     return PoolView(
         num_blocks=pool.num_blocks,
@@ -116,6 +114,64 @@ def pool_view(scheduler: Scheduler) -> PoolView:
         num_computed=computed,
         prompt_lens=prompts,
     )
+
+
+def requests_view(memory: RequestTables) -> PoolView:
+    """The same for an engine that keeps its own scheduler. Nothing waits, and no longest length is known."""
+    pool, layout = memory.pool, memory.layout
+    requests = list(memory.requests.values())
+    rows = [(r.seq_id, r.tables, r.context_len) for r in requests]
+    tables, counts, fill = _held(rows, pool, layout.block_size)
+    return PoolView(
+        num_blocks=pool.num_blocks,
+        num_free=pool.num_free,
+        num_cached=pool.num_cached,
+        num_used=pool.num_used,
+        num_shared=pool.num_shared,
+        num_pending=pool.num_pending,
+        usage=pool.num_used / pool.num_blocks,
+        block_size=layout.block_size,
+        bytes_per_block=layout.bytes_per_block,
+        windows=tuple(g.window for g in layout.groups),
+        block_tables=tables,
+        ref_counts=counts,
+        filled_slots=sum(fill.values()),
+        reserved_slots=len(fill) * layout.block_size,
+        num_running=len(requests),
+        num_waiting=0,
+        num_sequences=len(requests),
+        peak_used=pool.peak_used,
+        peak_sequences=memory.peak_requests,
+        copies=memory.num_copies,
+        forks=memory.num_forks,
+        preemptions=0,
+        swapped_blocks=0,
+        static_bytes_same_load=0,
+        shared_saved_blocks=sum(c - 1 for c in counts.values()),
+        requests={r.seq_id: str(r.request_id) for r in requests},
+        fill=fill,
+        released_blocks=tuple(sum(r.tables[g].first_live for r in requests) for g in range(layout.num_groups)),
+        num_tokens={r.seq_id: r.seq_len for r in requests},
+        num_computed={r.seq_id: r.context_len for r in requests},
+    )
+
+
+def _held(
+    rows: Iterable[tuple[int, Sequence[BlockTable], int]], pool: BlockPool, block_size: int
+) -> tuple[dict[int, list[list[int]]], dict[int, int], dict[int, int]]:
+    """Of rows (seq_id, tables, written positions): tables by seq_id, counts by block, written slots by block."""
+    tables: dict[int, list[list[int]]] = {}
+    counts: dict[int, int] = {}
+    fill: dict[int, int] = {}
+    for seq_id, held, written in rows:
+        tables[seq_id] = [list(t.ids) for t in held]
+        for table in held:
+            for logical in range(table.first_live, len(table.ids)):
+                block = table.ids[logical]
+                counts[block] = pool.count(block)
+                used = min(block_size, max(0, written - logical * block_size))
+                fill[block] = max(fill.get(block, 0), used)
+    return tables, counts, fill
 
 
 def _released(scheduler: Scheduler) -> tuple[int, ...]:
