@@ -20,7 +20,8 @@ from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.settings import SchedulerSettings
-from octavo.devices import device_of, find_device
+from octavo.core.weight_format import check_weight_format
+from octavo.devices import Device, find_device
 from octavo.engine import Engine
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
@@ -29,6 +30,7 @@ from octavo.kernels.ops import Ops, TorchOps
 from octavo.logs import logger
 from octavo.models.load import LoadedModel, load_model, pick_dtype
 from octavo.models.spec import ModelSpec
+from octavo.overlapping import overlapped, overlapping_settings, settle_overlap
 from octavo.runner.kv_store import KVStore
 from octavo.runner.largest_step import largest_step_bytes
 from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget, cuda_budget
@@ -56,7 +58,8 @@ def build_engine(
     """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
         config = replace(config, debug=True)
-    device = find_device(config.device).kind
+    where = find_device(config.device)
+    device = where.kind
     check_kv_dtype(config.kv_cache_dtype, device)
     dtype = pick_dtype(config.dtype, device)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
@@ -64,6 +67,7 @@ def build_engine(
     if instrument is not None:
         ops = instrument.ops(ops)
     model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
+    _check_impl(config, model)
     check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
     target_layout = layout = layout_for(config, model.spec, dtype.itemsize)
     guide = load_draft(config, model, layout, dtype, device, ops, report)
@@ -72,7 +76,7 @@ def build_engine(
     budget = _budget(config, model, target_layout, dtype, device)
     longest = min(m.spec.max_position_embeddings for m in ((model,) if guide is None else (model, guide.model)))
     resolved = resolve(config, _facts(config, longest, layout, budget, device, dtype))
-    resolved = _settle_swap(resolved, layout, device)
+    resolved = _settle_swap(_settle_impl(resolved, model), layout, device)
     final = resolved.config
     assert final.num_blocks is not None and final.max_model_len is not None and final.swap_bytes is not None
     host_blocks = final.swap_bytes // layout.bytes_per_block
@@ -96,7 +100,10 @@ def build_engine(
     speculation, resolved = settle_speculation(resolved, model, store, make_runner, draft, words)
     watched = backend if instrument is None else instrument.backend(backend)
     runner = make_runner(model.decoder, store, watched, profile=instrument, draft=draft)
+    overlap, resolved = settle_overlap(resolved, where)
     settings = replace(scheduler_settings(final, layout, model.spec, host_blocks, device), speculation=speculation)
+    scheduler = Scheduler(overlapping_settings(settings, overlap), layout)
+    steps, asynchronous = overlapped(scheduler, runner) if overlap else (None, None)
     eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else model.spec.eos_token_ids
     logger.info(
         "%s: %d blocks of %d tokens (%.1f MiB), %s attention, %s on %s",
@@ -110,21 +117,38 @@ def build_engine(
     )
     return Engine(
         resolved,
-        Scheduler(settings, layout),
-        runner,
+        scheduler,
+        asynchronous or runner,
         spec=model.spec,
         tokenizer=model.tokenizer,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=tuple(eos),
-        hardware=_hardware(device, model, store, budget),
+        hardware=_hardware(where, model, store, budget),
+        overlap=steps,
     )
 
 
-def _hardware(device: str, model: LoadedModel, store: KVStore, budget: Budget) -> dict[str, object]:
+def _check_impl(config: EngineConfig, model: LoadedModel) -> None:
+    """Say whose code computes, and refuse what only the own decoder can do."""
+    if model.impl == "octavo":
+        return
+    if config.quantization not in (None, "auto"):
+        raise ConfigError(
+            f"quantization={config.quantization!r} needs Octavo's own decoder, and {config.model} runs through "
+            f"transformers ({model.impl_why}); leave quantization out"
+        )
+    logger.warning("%s runs through transformers, slower than Octavo's own decoder: %s", config.model, model.impl_why)
+
+
+def _settle_impl(resolved: Resolved, model: LoadedModel) -> Resolved:
+    choice = Choice("model_impl", resolved.config.model_impl, model.impl, model.impl_why)
+    return Resolved(replace(resolved.config, model_impl=model.impl), (*resolved.choices, choice))
+
+
+def _hardware(where: Device, model: LoadedModel, store: KVStore, budget: Budget) -> dict[str, object]:
     """The device and what its memory went to, in bytes, for reports."""
-    where = device_of(device)
     return {
-        "device": device,
+        "device": where.kind,
         "name": where.name,
         "cores": os.cpu_count(),
         "total_bytes": where.total_bytes(),
@@ -179,11 +203,12 @@ def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
 
 
 def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
+    quantization = check_weight_format(config.quantization, device.partition(":")[0])
     if device != "cpu" or config.attention_backend == "reference":
-        return TorchOps()
+        return TorchOps(quantization)
     if cpu.why_unavailable():
         logger.warning("%s", cpu.why_unavailable())
-    return cpu.make_ops(dtype)
+    return cpu.make_ops(dtype, quantization)
 
 
 def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, device: str) -> Budget:

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.core.kv_format import parse_kv_dtype
 from octavo.core.speculative_setting import parse_speculative
+from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -24,14 +25,19 @@ class EngineConfig:
 
     model: "gemma-3-270m" (the embedded default), a directory, a .gguf file, or a hub id. dtype: auto, float32,
     bfloat16, float16. kv_cache_dtype: "auto" (as dtype), "int8", "int4", "fp8" (GPU), or two of them for keys and
-    values ("int8,int4"), see docs/quantization.md. num_blocks: physical blocks of the pool; None derives it from
-    cpu_kv_bytes (CPU) or gpu_memory_utilization (on a CPU: at most that share of the memory, what others use
-    included). max_model_len: longest prompt plus output; None: what the model and the pool allow. allocation:
+    values ("int8,int4"), see docs/quantization.md. quantization: of weights: None or "auto" (as the file is), "int8",
+    "int4", "int4:128", "gguf" (a GGUF file's own blocks), "fp8" (GPU). num_blocks: physical
+    blocks of the pool; None derives it from cpu_kv_bytes (CPU) or gpu_memory_utilization (on a CPU: at most that share
+    of the memory, what others use included). max_model_len: longest prompt plus output; None: what the
+    model and the pool allow. allocation:
     "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence). hybrid_kv: layers with
     a sliding window keep only their window. preemption: auto, recompute, swap. swap_bytes: host memory for
     swapped-out blocks. max_queue: most waiting requests (None: no limit). enforce_eager: no graphs, no compilation.
+    model_impl: "octavo" (its own decoder), "transformers" (that library's code around paged attention, slower), or "auto":
+    the own decoder where it covers the model.
     speculative: tokens are guessed ahead and checked together ("ngram", "ngram:5", "draft:PATH:4", or a mapping; see
-    docs/speculative.md). record: file that receives arrivals and decisions for `octavo replay`.
+    docs/speculative.md). overlap: the next step is planned while one runs; "auto": on a GPU, without speculation (see
+    docs/gpu.md). record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
     """
 
@@ -39,6 +45,7 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -51,6 +58,7 @@ class EngineConfig:
     allocation: str = "paged"
     hybrid_kv: bool = True
     load_format: str = "auto"
+    model_impl: str = "auto"
     skip_tokenizer_init: bool = False
     seed: int | None = None
     enforce_eager: bool = False
@@ -61,6 +69,7 @@ class EngineConfig:
     max_queue: int | None = None
     copy_on_write: bool = True
     speculative: Mapping[str, Any] | str | None = None
+    overlap: bool | str = "auto"
     record: str | None = None
     debug: bool = False
 
@@ -72,11 +81,15 @@ class EngineConfig:
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("device", ("auto", "cpu", "cuda"))
         parse_kv_dtype(self.kv_cache_dtype)
+        parse_weight_format(self.quantization)
         object.__setattr__(self, "speculative", parse_speculative(self.speculative))
         self._choice("allocation", ("paged", "static"))
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        self._choice("model_impl", ("auto", "octavo", "transformers"))
         self._choice("attention_backend", ("auto", "reference", "native"))
         self._choice("preemption", ("auto", "recompute", "swap"))
+        if self.overlap != "auto" and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap={self.overlap!r}: must be auto, True or False")
         # Not by `in` alone: True is equal to 1, and 16.0 to 16.
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r}: must be one of {', '.join(map(str, BLOCK_SIZES))}")

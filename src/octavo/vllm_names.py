@@ -16,7 +16,6 @@ NEUTRAL: dict[str, Any] = {
     "disable_log_stats": True,
     "enable_chunked_prefill": True,
     "pipeline_parallel_size": 1,
-    "quantization": None,
     "revision": None,
     "tensor_parallel_size": 1,
     "tokenizer_mode": "auto",

@@ -124,6 +124,9 @@ class _TimedOps(_TimedCalls):
     def linear(self, *args: Any, **kwargs: Any) -> _TimedLinear:
         return _TimedLinear(self._profile, self._inner.linear(*args, **kwargs))
 
+    def quantized_linear(self, *args: Any, **kwargs: Any) -> _TimedLinear:
+        return _TimedLinear(self._profile, self._inner.quantized_linear(*args, **kwargs))
+
     def queued_linear(self, *args: Any, **kwargs: Any) -> _TimedLinear:
         return _TimedLinear(self._profile, self._inner.queued_linear(*args, **kwargs))
 

@@ -17,9 +17,10 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 #: Option of the command line -> setting of the engine, where the two differ.
 RENAMED = {"engine_debug": "debug", "engine_seed": "seed", "prefix_caching": "enable_prefix_caching"}
 ENGINE_SETTINGS = (
-    "model", "tokenizer", "dtype", "kv_cache_dtype", "device", "block_size", "num_blocks", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes", "prefix_caching", "allocation",
-    "hybrid_kv", "load_format", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write",
+    "model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "device", "block_size", "num_blocks",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes",
+    "prefix_caching", "allocation",
+    "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write",
     "record", "speculative", "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
@@ -70,6 +71,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-dtype", metavar="KIND", help="auto, int8, int4, fp8 (GPU); or two, for keys and values: int8,int4"
     )
+    group.add_argument(
+        "--quantization",
+        metavar="KIND",
+        help="of weights: auto (as the file is), int8, int4, int4:128, gguf, fp8 (GPU)",
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"))
     group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (default: from memory)")
@@ -85,6 +91,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--copy-on-write", action=argparse.BooleanOptionalAction, help="share blocks among samples (on)")
     group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    group.add_argument(
+        "--model-impl", choices=("auto", "octavo", "transformers"), help="whose code computes (auto: Octavo's, else the library's)"
+    )
     group.add_argument("--attention-backend", choices=("auto", "reference", "native"))
     group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
     group.add_argument("--swap-bytes", type=byte_count, metavar="BYTES", help="host memory for preempted sequences")

@@ -6,12 +6,24 @@ over once, at load (`linear`), so that an implementation may repack them. Shapes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional as F
+
+from octavo.core.weight_format import WeightFormat
+from octavo.errors import ConfigError
+from octavo.kernels.quantized_weights import (
+    Fp8Linear,
+    QuantizedWeight,
+    SizedLinear,
+    quantize_rows,
+    reference_linear,
+)
+
+__all__ = ["DenseLinear", "Linear", "Ops", "SizedLinear", "StoredRows", "TorchOps"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
 
@@ -33,8 +45,12 @@ class Ops(Protocol):
 
     name: str
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """weight [out, in] (may be repacked; the caller drops its own reference), bias [out]."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
+        """weight [out, in] (may be repacked or quantised; the caller drops its own reference), bias [out]."""
+        ...
+
+    def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
+        """The product with quantised weights, one below the other; bias [all outputs]."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -65,13 +81,47 @@ class Ops(Protocol):
         ...
 
 
+class DenseLinear:
+    """x [T, in] -> [T, out] by a weight as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self._weight.numel() * self._weight.element_size()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
 class TorchOps:
-    """Plain torch; rounding follows the transformers implementations so that float32 greedy text is equal."""
+    """Plain torch; rounding follows the transformers implementations so that float32 greedy text is equal.
+
+    quantization: what weights become when they are handed over; they are then dequantised at each product, some rows at
+    a time, which saves memory and costs time.
+    """
 
     name = "torch"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return lambda x: F.linear(x, weight, bias)
+    def __init__(self, quantization: WeightFormat | None = None) -> None:
+        if quantization is not None and quantization.kind == "gguf":
+            raise ConfigError(
+                "quantization='gguf' needs the native kernels (this run goes through torch): use "
+                "attention_backend='auto' where they are built, or quantization='int8' or 'int4'"
+            )
+        self.quantization = quantization
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
+        if self.quantization is None:
+            return DenseLinear(weight, bias)
+        if self.quantization.kind == "fp8":
+            return Fp8Linear(weight, bias)
+        return reference_linear([quantize_rows(weight, self.quantization.kind, self.quantization.group_size)], bias)
+
+    def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
+        return reference_linear(parts, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

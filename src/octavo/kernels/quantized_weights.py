@@ -11,7 +11,8 @@ exactly those numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -70,6 +71,13 @@ class QuantizedWeight:
         order = self.input_order
         if order is not None and (order.dtype != torch.int64 or tuple(order.shape) != (self.in_features,)):
             raise ConfigError(f"input_order {tuple(order.shape)}, {order.dtype}: int64 [{self.in_features}] is needed")
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        order = None if self.input_order is None else self.input_order.to(device)
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, input_order=order)
 
     @property
     def out_features(self) -> int:
@@ -216,6 +224,15 @@ def _inverse(scales: torch.Tensor) -> torch.Tensor:
 # Products
 
 
+class SizedLinear(Protocol):
+    """x [T, in] -> [T, out], by a weight that takes `nbytes`."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class ReferenceQuantizedLinear:
     """x [..., in] -> [..., out] in x's dtype: float32 products with the dequantised weight, some rows at a time.
 
@@ -294,10 +311,8 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 class JoinedLinear:
     """Several products of one input side by side, for parts that cannot be one product."""
 
-    def __init__(self, parts: Sequence[ReferenceQuantizedLinear]) -> None:
+    def __init__(self, parts: Sequence[SizedLinear]) -> None:
         self._parts = tuple(parts)
-        self.out_features = sum(p.out_features for p in parts)
-        self.in_features = parts[0].in_features
 
     @property
     def nbytes(self) -> int:
@@ -308,9 +323,33 @@ class JoinedLinear:
         return torch.cat([part(x) for part in self._parts], dim=-1)
 
 
-def reference_linear(
-    parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None
-) -> ReferenceQuantizedLinear | JoinedLinear:
+class Fp8Linear:
+    """A weight in eight-bit floats (e4m3) with a float32 scale per output, widened at each product to x's dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        wide = weight.float()
+        if not bool(torch.isfinite(wide).all()):
+            raise ConfigError("the weight holds numbers that are not finite; it cannot be quantised")
+        self.out_features, self.in_features = weight.shape
+        self._scales = wide.abs().amax(1) / torch.finfo(torch.float8_e4m3fn).max
+        self._numbers = (wide * _inverse(self._scales)[:, None]).to(torch.float8_e4m3fn)
+        self._bias = bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._numbers.numel() + 4 * self._scales.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self._numbers.to(x.dtype)).float() * self._scales
+        return (out if self._bias is None else out + self._bias.float()).to(x.dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows `ids` (int64 [n]) of the weight as [n, in] in `dtype`."""
+        return (self._numbers[ids].float() * self._scales[ids][..., None]).to(dtype)
+
+
+def reference_linear(parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
     """x -> x W^T + bias for the parts one below the other; what `Ops.quantized_linear` means."""
     if len({p.in_features for p in parts}) != 1:
         raise ConfigError(f"parts with {', '.join(str(p.in_features) for p in parts)} inputs cannot share an input")

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from octavo.kernels.ops import Linear, Ops, StoredRows
+from octavo.kernels.ops import Linear, Ops, SizedLinear, StoredRows
+from octavo.kernels.quantized_weights import JoinedLinear
 from octavo.models.names import is_norm, weight_shapes
 from octavo.models.rotary import RotaryTable
 from octavo.models.spec import ModelSpec
@@ -71,15 +72,19 @@ class Decoder:
         self._ops = ops
         self.queue: Any = ops.load_queue() if hasattr(ops, "load_queue") else None
         with torch.inference_mode():
-            shared = spec.tied_head and self.queue is not None  # the head gives its rows back: no other copy is made
-            embedding = None if shared else self._take(weights, "embedding.weight")
+            # The head gives its rows back: no other copy is made.
+            quantizes = getattr(ops, "quantization", None) is not None
+            shared = spec.tied_head and (self.queue is not None or quantizes)
+            embedding = None if shared or quantizes else self._take(weights, "embedding.weight")
             self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
             self._final_norm = self._take(weights, "final_norm.weight")
             if embedding is not None and spec.tied_head:
                 self._head = ops.linear(embedding)
             else:
                 self._head = self._fuse(weights, "", ("embedding" if spec.tied_head else "head",), False)
-            self._embed = self._lookup(embedding)
+            apart = quantizes and not spec.tied_head
+            table = self._fuse(weights, "", ("embedding",), False) if apart else embedding
+            self._embed = self._lookup(table)
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
@@ -92,24 +97,43 @@ class Decoder:
             self.queue.run(True)
             self.queue = None
 
-    def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        """One weight in its final dtype and place, counted."""
+    def _take(self, weights: Mapping[str, torch.Tensor], name: str, count: bool = True) -> torch.Tensor:
+        """One weight in its final dtype and place, counted unless it goes on into something that is."""
         tensor = weights[name].to(device=self.device, dtype=torch.float32 if is_norm(name) else self.dtype)
-        self.weight_bytes += tensor.numel() * tensor.element_size()
+        if count:
+            self.weight_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
-    def _fuse(self, weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
-        """One product for several weights that read the same input."""
+    def _fuse(
+        self, weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...], bias: bool
+    ) -> SizedLinear:
+        """One product for several weights that read the same input. Its bytes are counted as they will be kept."""
+        offsets = [self._take(weights, f"{prefix}{name}.bias") for name in names] if bias else []
+        offset = (offsets[0] if len(offsets) == 1 else torch.cat(offsets)) if bias else None
+        linear = self._product(weights, [f"{prefix}{name}.weight" for name in names], offset)
+        self.weight_bytes += linear.nbytes
+        return linear
 
-        def joined(kind: str) -> torch.Tensor:
-            parts = [self._take(weights, f"{prefix}{name}.{kind}") for name in names]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        offset = joined("bias") if bias else None
+    def _product(
+        self, weights: Mapping[str, torch.Tensor], names: list[str], offset: torch.Tensor | None
+    ) -> SizedLinear:
+        """As the weights are given: quantised already, as rows of a file, or as tensors."""
+        find = getattr(weights, "quantized", None)
+        given = [None if find is None else find(name) for name in names]
+        quantized = [part.to(self.device) for part in given if part is not None]
+        if quantized and len(quantized) == len(names):
+            return self._ops.quantized_linear(quantized, offset)
+        if quantized:  # some of them only
+            shapes = weight_shapes(self.spec)
+            sizes = [shapes[name][0] for name in names]
+            parts = [None] * len(names) if offset is None else list(offset.split(sizes))
+            products = [self._product(weights, [name], part) for name, part in zip(names, parts, strict=True)]
+            return JoinedLinear(products)
         if self.queue is None:
-            return self._ops.linear(joined("weight"), offset)
-        rows = [self._rows(weights, f"{prefix}{name}.weight") for name in names]
-        linear: Linear = self._ops.queued_linear(self.queue, rows, offset)  # type: ignore[attr-defined]
+            tensors = [self._take(weights, name, count=False) for name in names]
+            return self._ops.linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), offset)
+        rows = [self._rows(weights, name) for name in names]
+        linear: SizedLinear = self._ops.queued_linear(self.queue, rows, offset)  # type: ignore[attr-defined]
         return linear
 
     def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> StoredRows | torch.Tensor:
@@ -117,16 +141,16 @@ class Decoder:
         find = getattr(weights, "stored", None)
         stored: StoredRows | None = None if find is None else find(name)
         if stored is None or not self._ops.can_load(stored.kind, stored.columns):  # type: ignore[attr-defined]
-            return self._take(weights, name)
-        self.weight_bytes += stored.rows * stored.columns * self.dtype.itemsize
+            return self._take(weights, name, count=False)
         return stored
 
-    def _lookup(self, embedding: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _lookup(self, embedding: torch.Tensor | SizedLinear | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """token ids int64 [T] -> rows [T, D]. A tied head that can give its own rows back is the only copy kept."""
-        rows = getattr(self._head, "rows", None) if self.spec.tied_head else None
+        source = self._head if self.spec.tied_head else embedding
+        rows = getattr(source, "rows", None)
         if rows is not None:
             return lambda token_ids: rows(token_ids, self.activation_dtype)
-        assert embedding is not None
+        assert isinstance(embedding, torch.Tensor)
         return lambda token_ids: F.embedding(token_ids, embedding).to(self.activation_dtype)
 
     def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:

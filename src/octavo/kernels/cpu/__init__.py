@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from octavo.core.weight_format import WeightFormat
     from octavo.kernels.cpu.attention import NativeAttention as NativeAttention
     from octavo.kernels.cpu.ops import NativeOps as NativeOps
     from octavo.kernels.cpu.sampling import NativeSampling as NativeSampling
@@ -59,17 +60,20 @@ def instruction_set() -> str:
     return "" if problem() else str(native().in_use())
 
 
-def make_ops(dtype: torch.dtype) -> Ops:
-    """Dense operations for weights of `dtype` on a CPU: `NativeOps`, or `TorchOps` when the kernels are not built."""
+def make_ops(dtype: torch.dtype, quantization: WeightFormat | None = None) -> Ops:
+    """Dense operations for weights of `dtype` on a CPU: `NativeOps`, or `TorchOps` when the kernels are not built.
+
+    quantization: what the weights become.
+    """
     from octavo.kernels.cpu.loader import problem
 
     if problem():
         from octavo.kernels.ops import TorchOps
 
-        return TorchOps()
+        return TorchOps(quantization)
     from octavo.kernels.cpu.ops import NativeOps
 
-    return NativeOps(dtype)
+    return NativeOps(dtype, quantization)
 
 
 def make_sampling(vocab_size: int) -> NativeSampling | None:

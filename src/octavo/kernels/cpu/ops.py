@@ -15,9 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo.core.weight_format import WeightFormat
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
 from octavo.kernels.ops import StoredRows
+from octavo.kernels.quantized_weights import QuantizedWeight, SizedLinear, reference_linear
 
 #: GGUF's numbers of the plain types
 _KINDS_OF_TENSORS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
@@ -150,16 +152,20 @@ class NativeOps:
 
     name = "native"
 
-    def __init__(self, weight_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, weight_dtype: torch.dtype = torch.float32, quantization: WeightFormat | None = None) -> None:
         if dtype_code(weight_dtype) is None:
             raise ConfigError(f"weights of {weight_dtype}: the native kernels take float32, bfloat16 or float16")
-        self.weight_dtype = weight_dtype
+        self.weight_dtype, self.quantization = weight_dtype, quantization
         self.activation_dtype = torch.float32
         self._native = native()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
         """weight [out, in] is copied into panels; the caller may drop it. bias [out] is kept in float32."""
         return NativeLinear(weight, bias)
+
+    def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
+        """The product with quantised weights, one below the other."""
+        return reference_linear(parts, bias)
 
     def load_queue(self) -> LoadQueue:
         """For `queued_linear`."""
