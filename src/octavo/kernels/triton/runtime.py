@@ -1,0 +1,53 @@
+"""Where Triton kernels run: on a GPU, or in Triton's interpreter, which runs them in NumPy for tests.
+
+The choice is made once per process, by TRITON_INTERPRET when Triton is imported. This module does not know kernels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+INTERPRETER_PROCESSORS = 4  # so that tests at small sizes split rows too
+
+
+def why_unusable(device: torch.device) -> str:
+    """Why kernels cannot run on tensors of `device`; empty when they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed; install octavo[cuda]"
+    if device.type == "cpu" and not interpreting():
+        return "the tensors are on the CPU, where Triton kernels run in its interpreter only (set TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton kernels do not run on {device.type}"
+    return ""
+
+
+def interpreting() -> bool:
+    """Do kernels of this process run in the interpreter?"""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=1)
+def capability() -> tuple[int, int]:
+    """(major, minor) of the current device as CUDA counts; (0, 0) in the interpreter, (7, 5) for a device of others."""
+    if interpreting():
+        return (0, 0)
+    from triton.runtime import driver
+
+    architecture = driver.active.get_current_target().arch
+    return divmod(architecture, 10) if isinstance(architecture, int) else (7, 5)
+
+
+@lru_cache(maxsize=1)
+def processors() -> int:
+    """Multiprocessors of the current device."""
+    if interpreting():
+        return INTERPRETER_PROCESSORS
+    from triton.runtime import driver
+
+    active = driver.active
+    return int(active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"])
