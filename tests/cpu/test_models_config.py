@@ -233,7 +233,6 @@ def test_windows_that_are_refused(keys: dict[str, Any], message: str) -> None:
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings='true'"),
         ({"attention_bias": 1}, "attention_bias=1"),
         ({"eos_token_id": "2"}, "eos_token_id='2'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config.*GGUF"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"sliding_window": 16}, "sliding_window=16: not known for llama"),
         ({"attn_temperature_tuning": True}, "attn_temperature_tuning=True"),

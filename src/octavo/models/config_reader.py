@@ -241,9 +241,10 @@ def spec_from_config(config: Mapping[str, Any], head: HeadState | None = None) -
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> None:
-    """Refuse quantised weights, keys with a value that would be ignored, and keys nobody here knows."""
-    if config.get("quantization_config"):
-        raise ModelError("config: quantization_config: quantised safetensors are not supported; use a GGUF file")
+    """Refuse keys with a value that would be ignored, and keys nobody here knows.
+
+    quantization_config says nothing of the mathematics: `models/quantized_files` reads it.
+    """
     for key, allowed in NEUTRAL.items():
         if config.get(key) is not None and config[key] not in allowed:
             raise ModelError(f"config: {key}={config[key]!r} is not supported; only {allowed[0]!r}")

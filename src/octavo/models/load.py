@@ -26,12 +26,19 @@ from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_loader import open_gguf
 from octavo.models.gguf_reader import spec_from_gguf
 from octavo.models.resolve import ModelFiles, resolve_model
-from octavo.models.safetensors_loader import SafetensorsFiles, head_state, open_safetensors, read_json
+from octavo.models.safetensors_loader import (
+    SafetensorsFiles,
+    head_state,
+    open_safetensors,
+    quantization_of,
+    read_json,
+)
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import LazyWeights, Progress
 
 if TYPE_CHECKING:
     from octavo.kernels.ops import Ops
+    from octavo.models.quantized_files import Scheme
     from octavo.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,27 +76,34 @@ class _Source:
         self.files, self._dummy = files, load_format == "dummy"
         self._gguf = GGUFFile(files.path) if files.kind == "gguf" else None
         self._tensors: SafetensorsFiles | None = None
+        self.scheme: Scheme | None = None
         if self._gguf is not None:
             self.spec = spec_from_gguf(self._gguf)
             return
-        head = None
         if not self._dummy:
             self._tensors = SafetensorsFiles(files.path)
-            head = head_state(self._tensors)
         path = files.path / "config.json"
         try:
-            spec = spec_from_config(read_json(path), head)
+            config = read_json(path)
+            self.scheme = quantization_of(files.path, config)
+            head = None if self._tensors is None else head_state(self._tensors, self.scheme)
+            spec = spec_from_config(config, head)
         except ModelError as error:
             raise ModelError(f"{path}: {str(error).removeprefix('config: ').removeprefix(f'{path}: ')}") from error
         self.spec = replace(spec, eos_token_ids=_generation_ends(files.path) or spec.eos_token_ids)
 
     def weights(self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None) -> LazyWeights:
         if self._dummy:
+            if self.scheme is not None:
+                raise ModelError(
+                    f"{self.files.path}: load_format='dummy' makes no {self.scheme.describe()} weights; "
+                    "remove quantization_config from a copy of config.json, and give quantization= instead"
+                )
             return open_dummy(self.spec, dtype, seed, on_progress)
         if self._gguf is not None:
             return open_gguf(self._gguf, self.spec, dtype, on_progress)
         assert self._tensors is not None
-        return open_safetensors(self._tensors, self.spec, on_progress)
+        return open_safetensors(self._tensors, self.spec, on_progress, self.scheme)
 
     def tokenizer(self) -> Tokenizer:
         from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf

