@@ -34,6 +34,8 @@ from octavo.models.safetensors_loader import (
     read_json,
 )
 from octavo.models.spec import ModelSpec
+from octavo.models.transformers_decoder import TransformersDecoder
+from octavo.models.transformers_loader import choose_impl
 from octavo.models.weights import LazyWeights, Progress
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from octavo.models.quantized_files import Scheme
     from octavo.models.tokenizer import Tokenizer
 
+AnyDecoder = Decoder | TransformersDecoder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,10 +52,12 @@ class LoadedModel:
     """What the engine needs of a model. weight_bytes: in memory, a tied head once. source: the file or directory."""
 
     spec: ModelSpec
-    decoder: Decoder
+    decoder: AnyDecoder
     tokenizer: Tokenizer | None
     weight_bytes: int
     source: Path
+    impl: str = "octavo"
+    impl_why: str = "its own decoder covers the model"
 
 
 def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
@@ -72,13 +77,18 @@ def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
 class _Source:
     """The opened files of one model: its spec, and weights on demand."""
 
-    def __init__(self, files: ModelFiles, load_format: str) -> None:
+    def __init__(self, files: ModelFiles, load_format: str, model_impl: str = "octavo") -> None:
         self.files, self._dummy = files, load_format == "dummy"
+        self.foreign, self.impl_why = choose_impl(files, load_format, model_impl)
         self._gguf = GGUFFile(files.path) if files.kind == "gguf" else None
         self._tensors: SafetensorsFiles | None = None
         self.scheme: Scheme | None = None
         if self._gguf is not None:
             self.spec = spec_from_gguf(self._gguf)
+            return
+        if self.foreign is not None:
+            if self.foreign.spec is not None:
+                self.spec = self._with_ends(self.foreign.spec)
             return
         if not self._dummy:
             self._tensors = SafetensorsFiles(files.path)
@@ -90,7 +100,25 @@ class _Source:
             spec = spec_from_config(config, head)
         except ModelError as error:
             raise ModelError(f"{path}: {str(error).removeprefix('config: ').removeprefix(f'{path}: ')}") from error
-        self.spec = replace(spec, eos_token_ids=_generation_ends(files.path) or spec.eos_token_ids)
+        self.spec = self._with_ends(spec)
+
+    def _with_ends(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, eos_token_ids=_generation_ends(self.files.path) or spec.eos_token_ids)
+
+    def decoder(
+        self, dtype: torch.dtype, device: torch.device | str, ops: Ops, seed: int | None, on_progress: Progress | None
+    ) -> tuple[AnyDecoder, LazyWeights | None]:
+        """The decoder, and the weights it is still being filled from."""
+        if self.foreign is None:
+            weights = self.weights(dtype, seed, on_progress)
+            return Decoder(self.spec, weights, ops, dtype, device, defer=True), weights
+        from octavo.models.transformers_loader import build_decoder
+
+        decoder = build_decoder(self.foreign, ops, dtype, device, seed)
+        decoder.spec = self.spec = self._with_ends(decoder.spec)
+        if on_progress is not None:
+            on_progress(decoder.weight_bytes, decoder.weight_bytes)
+        return decoder, None
 
     def weights(self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None) -> LazyWeights:
         if self._dummy:
@@ -122,9 +150,18 @@ def _generation_ends(directory: Path) -> tuple[int, ...]:
     return tuple(i for i in ids if isinstance(i, int))
 
 
-def read_spec(name: str, load_format: str = "auto") -> ModelSpec:
-    """The spec of a model from headers alone. Raises `ModelError`."""
-    return _Source(resolve_model(name, load_format), load_format).spec
+def read_spec(name: str, load_format: str = "auto", model_impl: str = "auto") -> ModelSpec:
+    """The spec of a model from headers alone; `extra["model_impl"]` says "transformers" where that library will run it.
+
+    Raises `ModelError`.
+    """
+    source = _Source(resolve_model(name, load_format), load_format, model_impl)
+    if source.foreign is not None and source.foreign.spec is None:
+        raise ModelError(
+            f"{source.files.path}: runs through transformers, where its layers are known only with its weights "
+            f"({source.foreign.why_not_examined}); load it to see them in the settings report"
+        )
+    return source.spec
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -150,20 +187,20 @@ def load_model(
 
     on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
     """
-    source = _Source(resolve_model(config.model, config.load_format), config.load_format)
-    weights = source.weights(dtype, config.seed, on_progress)
-    decoder = Decoder(source.spec, weights, ops, dtype, device, defer=True)
+    source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
+    decoder, weights = source.decoder(dtype, device, ops, config.seed, on_progress)
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
     _check_vocabulary(source, tokenizer)
-    return LoadedModel(source.spec, decoder, tokenizer, decoder.weight_bytes, source.files.path)
+    impl = "octavo" if source.foreign is None else "transformers"
+    return LoadedModel(source.spec, decoder, tokenizer, decoder.weight_bytes, source.files.path, impl, source.impl_why)
 
 
 @contextmanager
-def _loading(decoder: Decoder, weights: LazyWeights) -> Iterator[None]:
+def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]:
     """Fill the decoder's weights beside the body, which holds the interpreter lock (the tokenizer), then together."""
     queue = decoder.queue
-    if queue is None:
+    if queue is None or weights is None:
         yield
         return
     # Half of it: reading a tokenizer's file takes hundreds of MiB for a moment, which must not come on top of it all.
