@@ -185,15 +185,24 @@ def test_groups_of_their_own_ignored_modules_and_a_quantised_embedding(tmp_path:
     assert packed[LAYER0 + "mlp.up_proj"].read().kind == "int4"
 
 
-def test_the_library_reads_the_same(tmp_path: Path) -> None:
-    """transformers with compressed-tensors unpacks the file that the helper wrote to the same numbers."""
-    pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "size"), [(4, 32), (8, None)])
+def test_the_library_unpacks_the_same(bits: int, size: int | None, symmetric: bool) -> None:
+    """compressed-tensors finds in the tensors that the helper packed the numbers that the helper meant."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    config = qf.ct_config(qf.ct_weights(symmetric=False))
-    oracle = qf.write_quantized("llama", tmp_path, config, round_int4, pack_asym, intermediate_size=128)
-    library = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    torch.testing.assert_close(oracle_logits(library, IDS), oracle_logits(oracle, IDS), atol=1e-4, rtol=1e-4)
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(bits))
+    rounded = qf.round_to_codes(weight, bits, size or 96, symmetric=symmetric)
+    weights = QuantizationArgs(**qf.ct_weights(bits, size, symmetric))
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    for form, pack in (("pack-quantized", qf.pack_quantized), ("naive-quantized", qf.naive_quantized)):
+        if bits == 4 and form == "naive-quantized":
+            continue
+        packed = pack(rounded, symmetric=symmetric)
+        packed["weight_scale"] = packed["weight_scale"].float()
+        found = BaseCompressor.get_value_from_registry(form).decompress(packed, scheme)["weight"]
+        torch.testing.assert_close(found, rounded.values(), atol=1e-6, rtol=1e-6)
 
 
 # Refusals: settings
