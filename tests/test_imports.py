@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar": {"models", "text", *WORDS},
     "engine": {"devices", "core", "kernels", "models", "runner", "grammar", "text", "outputs", "logs", *WORDS},
     "llm": {"engine", "text", "outputs", "logs", "interrupts", *WORDS},
-    "attention": {"devices", "core", "kernels", "runner", *WORDS},
+    "attention": {"core", "kernels", "models", "runner", "inspect", "devices", *WORDS},
+    "integrations": {"attention", "core", "errors"},
     "server": {
         "llm", "engine", "grammar", "inspect", "core", "models", "text", "outputs", "logs", "interrupts", "package",
         *WORDS,
@@ -51,10 +52,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
-    "builder": "engine", "speculation": "engine", "door": "engine", "request_text": "engine",
+    "builder": "engine", "speculation": "engine", "door": "engine", "engine_stats": "engine",
+    "overlapping": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
-    "host_memory": "devices", "__init__": "package", "__main__": "cli",
+    "paged": "attention", "functional": "attention", "host_memory": "devices", "npu_device": "devices", "__init__": "package", "__main__": "cli",
 }  # fmt: skip
 #: Single imports against the direction, with their reasons.
 ALLOWED = {

@@ -18,6 +18,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.host_memory import available_cpu_bytes, peak_bytes_of, total_cpu_bytes
+from octavo.npu_device import npu_available, open_npu
 
 # Under names of their own: inside the classes below `torch` is a field.
 TorchDevice = torch.device
@@ -285,7 +286,7 @@ class CudaDevice:
 
 
 def find_device(name: str = "auto") -> Device:
-    """A device by name: "auto" (the accelerator there is, else the CPU), "cpu", "cuda" or "cuda:1".
+    """A device by name: "auto" (the accelerator there is, else the CPU), "cpu", "cuda", "cuda:1", "npu" or "npu:1".
 
     Raises `ConfigError` when torch does not see the device that was asked for.
     """
@@ -295,8 +296,8 @@ def find_device(name: str = "auto") -> Device:
     index = int(number) if number else None
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         return _cuda(name, index)
-    if kind == "npu":
-        raise ConfigError("device='npu': no support for this accelerator is installed; use device='cpu' or 'cuda'")
+    if kind == "npu" or (kind == "auto" and npu_available()):
+        return open_npu(name, index)
     return CpuDevice()
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from octavo.core.kv_layout import KVLayout
     from octavo.models.spec import ModelSpec
 
+BACKENDS = ("auto", "reference", "native", "triton", "ascend")
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -78,9 +80,12 @@ class AttentionBackend(Protocol):
 
 
 def make_backend(name: str, cache: KVCache, spec: ModelSpec) -> AttentionBackend:
-    """`name`: "reference", "native" (C++ on a CPU), or "auto": the fastest that is built and fits."""
-    if name not in ("auto", "reference", "native"):
-        raise ValueError(f"attention_backend={name!r}: must be auto, reference or native")
+    """`name`: one of `BACKENDS`: "native" is C++ on a CPU, "triton" for GPUs, "ascend" torch_npu's operators on an NPU.
+
+    "auto" is the fastest that is built and fits.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend={name!r}: must be one of {', '.join(BACKENDS)}")
     if name in ("auto", "native"):
         from octavo.kernels import cpu
 
@@ -88,6 +93,20 @@ def make_backend(name: str, cache: KVCache, spec: ModelSpec) -> AttentionBackend
             return cpu.NativeAttention(cache, spec)
         if name == "native":
             raise ValueError(f"attention_backend='native' cannot be used: {cpu.why_unavailable(cache, spec)}")
+    if name == "triton" or (name == "auto" and cache.kv.device.type == "cuda"):
+        from octavo.kernels import triton
+
+        if not (reason := triton.why_unavailable(cache, spec)):
+            return triton.TritonAttention(cache, spec)
+        if name == "triton":
+            raise ValueError(f"attention_backend='triton' cannot be used: {reason}")
+    if name == "ascend" or (name == "auto" and cache.kv.device.type == "npu"):
+        from octavo.kernels import ascend
+
+        if not (reason := ascend.why_unavailable(cache, spec)):
+            return ascend.AscendAttention(cache, spec)
+        if name == "ascend":
+            raise ValueError(f"attention_backend='ascend' cannot be used: {reason}")
     from octavo.kernels.reference import ReferenceAttention
 
     return ReferenceAttention(cache, spec)
