@@ -1,6 +1,7 @@
 """The engine: one scheduler, one runner, and the text of every sequence between them.
 
-A step is `schedule -> execute -> update -> text`. The engine checks at the door what needs the model (vocabulary,
+A step is `schedule -> execute -> update -> text` (or, overlapped, the next `schedule` comes before the result of the
+one before: `core/overlap.py`). The engine checks at the door what needs the model (vocabulary,
 limits), turns drawn tokens into text, ends sequences at stop strings in the very step that completes them, and hands
 out `RequestOutput`s. It knows no tensors and no block ids. One thread at a time.
 """
@@ -9,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig, Resolved
 from octavo.core.journal import FinishedRequest, Journal
+from octavo.core.overlap import OverlappedSteps
 from octavo.core.record import Recorder
 from octavo.core.scheduler import Scheduler, SequenceNews
 from octavo.core.sequence import Request
-from octavo.core.step import Runner
+from octavo.core.step import Runner, StepPlan, StepResult
 from octavo.core.view import PoolView, counters_of, pool_view
 from octavo.door import Door
+from octavo.engine_stats import EngineStats as EngineStats
 from octavo.errors import InternalError, RequestError
 from octavo.logs import logger
 from octavo.outputs import BeamSearchOutput, RequestOutput
@@ -29,53 +31,6 @@ from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingPara
 if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
     from octavo.models.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the start and gauges of now, computed when asked.
-
-    mean_sequences, mean_used_blocks: over the steps so far. steps_short_of_*: steps that left somebody waiting for
-    blocks, for a seat of max_num_seqs, or for the token budget. spec_*: speculative decoding: rows with guesses
-    ("drafts"), guesses checked and found right, the last two also by place behind the last known token.
-    """
-
-    running: int
-    waiting: int
-    steps: int
-    computed_tokens: int
-    generated_tokens: int
-    finished: int
-    aborted: int
-    deadlines: int
-    preemptions: int
-    swaps: int
-    recomputed_tokens: int
-    copies: int
-    forks: int
-    usage: float
-    free_blocks: int
-    cached_blocks: int
-    peak_used_blocks: int
-    peak_sequences: int
-    prefix_queries: int
-    prefix_hits: int
-    prefix_hit_tokens: int
-    prefix_queried_tokens: int
-    evictions: int
-    miss_reasons: dict[str, int]
-    sequences: int
-    mean_sequences: float
-    mean_used_blocks: float
-    steps_short_of_blocks: int
-    steps_short_of_seats: int
-    steps_short_of_budget: int
-    leaks_repaired: int
-    spec_drafts: int = 0
-    spec_draft_tokens: int = 0
-    spec_accepted_tokens: int = 0
-    spec_draft_tokens_per_pos: tuple[int, ...] = ()
-    spec_accepted_tokens_per_pos: tuple[int, ...] = ()
 
 
 class Engine:
@@ -93,6 +48,7 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
         hardware: dict[str, Any] | None = None,
+        overlap: OverlappedSteps | None = None,
     ) -> None:
         self.config: EngineConfig = resolved.config
         self.spec = spec
@@ -100,6 +56,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self._resolved = resolved
+        self._overlap = overlap
         self._clock = clock
         self._door = Door(vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed)
         self._texts: dict[str, RequestText] = {}
@@ -175,6 +132,8 @@ class Engine:
         for request in self.scheduler.take_ended():
             self._aborted += self._end(request)
             self._beams.pop(request.request_id, None)  # nobody waits for it; what ran is in the last output
+        if ended and self._failure is None:
+            self._settle(self._clock())
         return ended
 
     def has_unfinished(self) -> bool:
@@ -191,19 +150,55 @@ class Engine:
         self._check_alive()
         now = self._clock()
         try:
-            plan = self.scheduler.schedule(now)
-            result = self.runner.execute(plan)
-            if self.before_update is not None:
-                self.before_update()
-            news = self.scheduler.update(result, now)
+            news = self._advance(now)
         except BaseException as error:
             self._failure = error
             raise
-        if self._recorder is not None:
-            self._recorder.step(now, plan, result)
         outputs = self._collect(news)
+        self._settle(now)
         self.journal.stepped(self.scheduler, now)
         self._look_after()
+        return outputs
+
+    def _advance(self, now: float) -> list[SequenceNews]:
+        """Plan a step, and take the result of it, or with overlapped steps of the one before."""
+        overlap = self._overlap
+        if overlap is None:
+            plan = self.scheduler.schedule(now)
+            news = self._take(plan, self.runner.execute(plan), now)
+            self._log(plan)
+            return news
+        news = self._take(*overlap.take(), now) if overlap.must_wait() else []
+        if self.scheduler.has_unfinished:
+            plan = overlap.submit(now)
+            if self._recorder is not None:
+                self._recorder.plan(now, plan)
+            self._log(plan)
+        while overlap.due():
+            news += self._take(*overlap.take(), now)
+        return news
+
+    def _take(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceNews]:
+        """Tell the scheduler what came of a plan."""
+        if self.before_update is not None:
+            self.before_update()
+        news = self.scheduler.update(result, now)
+        if self._recorder is not None and self._overlap is None:
+            self._recorder.step(now, plan, result)
+        elif self._recorder is not None:
+            self._recorder.result(now, result)
+        return news
+
+    def _settle(self, now: float) -> None:
+        """When the last request has ended, the step that still runs for nobody reports too, and the pool is at rest."""
+        try:
+            while self._overlap is not None and self._overlap.due() and not self.scheduler.has_unfinished:
+                self._take(*self._overlap.take(), now)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _log(self, plan: StepPlan) -> None:
         if logger.isEnabledFor(10):
             pool = self.scheduler.memory.pool
             logger.debug(
@@ -215,7 +210,6 @@ class Engine:
                 pool.num_available,
                 pool.num_used / pool.num_blocks,
             )
-        return outputs
 
     def _collect(self, news: list[SequenceNews]) -> list[RequestOutput]:
         changed: dict[str, RequestText] = {}
@@ -297,6 +291,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         values = counters_of(self.scheduler)
+        if self._overlap is not None:
+            values |= {"overlapped_steps": self._overlap.steps, "overlap_waits": dict(self._overlap.waits)}
         return EngineStats(**values, generated_tokens=self.journal.generated, leaks_repaired=self._leaks)
 
     def explain(self, request_id: str) -> FinishedRequest:
@@ -333,6 +329,10 @@ class Engine:
             self._recorder = None
         self._texts.clear()
         self._aborted.clear()
+        close = getattr(self.runner, "close", None)
+        if close is not None:
+            close()
+        self._overlap = None
         self.runner = _ClosedRunner()
         self._failure = self._failure or InternalError("the engine is closed")
 

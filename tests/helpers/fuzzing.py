@@ -88,6 +88,8 @@ def make_case(number: int, families: tuple[str, ...] = FAMILIES) -> Case:
     if guessing is not None:  # beams are refused there
         settings["speculative"] = guessing
         asks = [ask for ask in asks if not isinstance(ask.params, BeamSearchParams)]
+    else:
+        settings["overlap"] = random.Random(~number * 3).random() < 0.4
     return Case(
         number,
         family,
@@ -244,7 +246,7 @@ def _run_recorded(case: Case, engine: Engine) -> None:
         stats = engine.stats()
         for name in (
             "steps", "preemptions", "swaps", "copies", "forks", "deadlines", "prefix_hit_tokens", "evictions",
-            "spec_draft_tokens", "spec_accepted_tokens",
+            "spec_draft_tokens", "spec_accepted_tokens", "overlapped_steps",
         ):  # fmt: skip
             case.figures[name] += getattr(stats, name)
     finally:

@@ -227,6 +227,7 @@ class KVMemory:
                         ids.append(moved[block])
                 tables.append(ids)
             request.swapped[seq.seq_id] = tables
+            seq.num_done = seq.num_computed  # a step in flight is done before the next plan moves its blocks
             self.allocation.close(seq)
         self._note("swap out", next(iter(request.swapped), -1), len(moved), 0)
         return len(moved)

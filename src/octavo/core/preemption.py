@@ -33,10 +33,16 @@ def recompute_tokens(request: Request) -> int:
 
 
 def prefers_swap(request: Request, memory: KVMemory, settings: SchedulerSettings) -> bool:
-    """The cost rule. A request with a step in flight is recomputed: its blocks are not settled yet."""
+    """The cost rule.
+
+    With a step in flight its blocks are complete by the time they are moved, since the move is part of a later plan. A
+    beam is recomputed all the same (the candidates on the way would continue a text it no longer has), and so is a
+    sequence with guesses on the way (how many of its positions are right is not known yet).
+    """
     if memory.host_pool is None or settings.preemption == "recompute":
         return False
-    if any(s.num_done != s.num_computed or s.num_pending for s in request.live()):
+    undecided = request.beam is not None or any(s.num_proposed for s in request.live())
+    if undecided and any(s.num_done != s.num_computed or s.num_pending for s in request.live()):
         return False
     if request.pooling is not None:
         return False  # the sum over its tokens lives in the runner's row, which a swap does not keep

@@ -73,6 +73,13 @@ class Recorder:
     def step(self, now: float, plan: StepPlan, result: StepResult) -> None:
         self._write("step", now=now, plan=digest(plan), drawn=_drawn(result))
 
+    def plan(self, now: float, plan: StepPlan) -> None:
+        """A step that was planned while another is in flight; its `result` follows later."""
+        self._write("plan", now=now, plan=digest(plan))
+
+    def result(self, now: float, result: StepResult) -> None:
+        self._write("result", now=now, step=result.step_id, drawn=_drawn(result))
+
     def close(self) -> None:
         self._file.close()
 
@@ -186,16 +193,21 @@ def replay(path: str | Path, *, watcher: Watcher | None = None) -> ReplayReport:
                 seq = scheduler.sequence(event["seq"])
                 if seq is not None:
                     scheduler.finish(seq, event["reason"], event["stop_reason"])
-            case "step":
-                difference = _replay_step(scheduler, event, watcher)
+            case "step" | "plan":
+                difference = _replay_plan(scheduler, event)
                 if difference:
                     return ReplayReport(False, steps, requests, event["plan"]["step"], difference)
                 steps += 1
+        if event["event"] in ("step", "result"):
+            step = event["step"] if event["event"] == "result" else event["plan"]["step"]
+            news = scheduler.update(_result(step, event["drawn"]), event["now"])
+            if watcher is not None:
+                watcher.step(scheduler, sum(len(n.token_ids) for n in news), event["now"])
     return ReplayReport(True, steps, requests)
 
 
-def _replay_step(scheduler: Scheduler, event: dict[str, Any], watcher: Watcher | None) -> str:
-    """Plan and update once; what differs, or ""."""
+def _replay_plan(scheduler: Scheduler, event: dict[str, Any]) -> str:
+    """Plan once; what differs, or ""."""
     try:
         plan = scheduler.schedule(event["now"])
     except OctavoError as error:
@@ -205,9 +217,6 @@ def _replay_step(scheduler: Scheduler, event: dict[str, Any], watcher: Watcher |
     for part in theirs:
         if ours[part] != theirs[part]:
             return f"{part}: recorded {_short(theirs[part])}, planned {_short(ours[part])}"
-    news = scheduler.update(_result(plan.step_id, event["drawn"]), event["now"])
-    if watcher is not None:
-        watcher.step(scheduler, sum(len(n.token_ids) for n in news), event["now"])
     return ""
 
 
