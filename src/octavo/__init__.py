@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.attention import PagedAttention, PagedStats
     from octavo.config import EngineConfig
     from octavo.engine import Engine
     from octavo.errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         SamplingError,
         UnavailableError,
     )
+    from octavo.functional import copy_blocks, paged_attention, slot_mapping, write_kv
     from octavo.llm import LLM
     from octavo.outputs import (
         BeamSearchOutput,
@@ -57,6 +59,8 @@ _HOME = {
     "Logprob": "outputs",
     "ModelError": "errors",
     "OctavoError": "errors",
+    "PagedAttention": "attention",
+    "PagedStats": "attention",
     "PoolingParams": "sampling_params",
     "PromptError": "errors",
     "RequestError": "errors",
@@ -66,6 +70,10 @@ _HOME = {
     "StreamDelta": "outputs",
     "StructuredOutputs": "sampling_params",
     "UnavailableError": "errors",
+    "copy_blocks": "functional",
+    "paged_attention": "functional",
+    "slot_mapping": "functional",
+    "write_kv": "functional",
 }
 
 __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
@@ -84,6 +92,8 @@ __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
     "Logprob",
     "ModelError",
     "OctavoError",
+    "PagedAttention",
+    "PagedStats",
     "PoolingParams",
     "PromptError",
     "RequestError",
@@ -94,6 +104,10 @@ __all__ = [  # noqa: RUF022 (plain sorted order, as the test asks)
     "StructuredOutputs",
     "UnavailableError",
     "__version__",
+    "copy_blocks",
+    "paged_attention",
+    "slot_mapping",
+    "write_kv",
 ]
 
 

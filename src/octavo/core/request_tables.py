@@ -295,7 +295,7 @@ class RequestTables:
         if need <= available:
             return
         held = sorted(self.requests.values(), key=lambda r: -sum(t.num_live for t in r.tables))
-        names = [f"request {r.request_id!r} {self._holding(r)}" for r in held[:NAMED_HOLDERS]]
+        names = [f"request {r.request_id!r} with {self._holding(r)}" for r in held[:NAMED_HOLDERS]]
         if len(held) > NAMED_HOLDERS:
             names.append(f"{len(held) - NAMED_HOLDERS} more requests")
         holders = f"; held: {', '.join(names)}" if names else ""
@@ -308,4 +308,4 @@ class RequestTables:
     def _holding(self, request: PagedRequest) -> str:
         ids = [block for table in request.tables for block in table.live_ids()]
         shared = sum(self.pool.count(block) > 1 for block in ids)
-        return f"{len(ids)} blocks" + (f" ({shared} of them shared)" if shared else "")
+        return f"{len(ids)} block{'s' * (len(ids) != 1)}" + (f" ({shared} shared)" if shared else "")

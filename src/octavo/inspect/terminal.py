@@ -24,22 +24,29 @@ LONG_TABLE = 24  # entries; longer tables are shown as ranges
 BAR_WIDTH = 30
 
 
-def show_blocks(view: PoolView, *, max_sequences: int = 32, totals: PoolView | None = None) -> list[str]:
+def show_blocks(
+    view: PoolView,
+    *,
+    max_sequences: int = 32,
+    totals: PoolView | None = None,
+    labels: Mapping[int, str] | None = None,
+) -> list[str]:
     """Everything `--show-blocks` prints: tables, legend, usage, savings.
 
     totals: a later view, for what is counted over the whole run (peaks, forks, copies, preemptions).
+    labels: seq_id -> what stands in front of its table instead of "seq 3".
     """
-    lines = table_lines(view, max_sequences=max_sequences)
+    lines = table_lines(view, max_sequences=max_sequences, labels=labels)
     return [*lines, *legend(lines), usage_line(view), *savings_lines(view, totals or view)]
 
 
-def table_lines(view: PoolView, *, max_sequences: int = 32) -> list[str]:
+def table_lines(view: PoolView, *, max_sequences: int = 32, labels: Mapping[int, str] | None = None) -> list[str]:
     """Tables in the order of sequence ids: one line per sequence and kind of layer, groups of a kind side by side."""
     lines: list[str] = []
     ids = sorted(view.block_tables)
     kinds = list(dict.fromkeys(view.windows))
     for seq_id in ids[:max_sequences]:
-        head = f"seq {seq_id}: "
+        head = f"{labels[seq_id] if labels else f'seq {seq_id}'}: "
         for number, window in enumerate(kinds):
             tables = [t for t, w in zip(view.block_tables[seq_id], view.windows, strict=True) if w == window]
             text = " ".join(format_table(table, view.ref_counts) for table in tables)

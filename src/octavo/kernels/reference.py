@@ -89,6 +89,17 @@ def independent_runs(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, i
     return runs
 
 
+def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks kv[source] -> kv[destination] in order; `BoundsError` before anything moves."""
+    limit = kv.shape[0]
+    for number, pair in enumerate(pairs):
+        if not all(0 <= block < limit for block in pair):
+            raise BoundsError(f"copy {number} of {len(pairs)}: {pair} leaves the pool's blocks 0 to {limit - 1}")
+    for run in independent_runs(pairs):
+        source, destination = torch.tensor(run, device=kv.device).unbind(1)
+        kv.index_copy_(0, destination, kv.index_select(0, source))
+
+
 class FloatRows:
     """Keys and values kept as floats: one row of `head_dim` per (block, layer, key or value, head, offset)."""
 
@@ -305,10 +316,4 @@ class ReferenceAttention:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in order: a later pair sees what an earlier one wrote."""
-        limit = self._kv.shape[0]
-        for number, pair in enumerate(pairs):
-            if not all(0 <= block < limit for block in pair):
-                raise BoundsError(f"copy {number} of {len(pairs)}: {pair} leaves the pool's blocks 0 to {limit - 1}")
-        for run in independent_runs(pairs):
-            source, destination = torch.tensor(run, device=self._kv.device).unbind(1)
-            self._kv.index_copy_(0, destination, self._kv.index_select(0, source))
+        copy_blocks(self._kv, pairs)

@@ -1,0 +1,1 @@
+"""Parts of the stand-alone `octavo.PagedAttention`: its batches, its views, the shapes it takes."""
