@@ -114,10 +114,9 @@ class PagedAttention(PagedRequests):
             kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=head_dim, itemsize=dtype.itemsize
         )
         layout = build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=row, kv_dtype=kv_cache_dtype)
-        super().__init__(layout, num_blocks, torch.device(device))
-        self._spec = spec
         self._store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
-        self._device = self._store.cache.kv.device  # with its number, if it has one
+        super().__init__(layout, num_blocks, self._store.cache.kv.device)
+        self._spec = spec
         self._backend: AttentionBackend = make_backend(backend, self._store.cache, spec)
         self._reader = BlockReader(self._store.cache, spec)
         self._turn = threading.Lock()  # round a whole step of one layer
