@@ -25,6 +25,7 @@ from octavo.models.dummy_loader import open_dummy
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_loader import open_gguf
 from octavo.models.gguf_reader import spec_from_gguf
+from octavo.models.quantized_files.entries import refuse_idle_quantization
 from octavo.models.resolve import ModelFiles, resolve_model
 from octavo.models.safetensors_loader import (
     SafetensorsFiles,
@@ -111,6 +112,8 @@ class _Source:
         """The decoder, and the weights it is still being filled from."""
         if self.foreign is None:
             weights = self.weights(dtype, seed, on_progress)
+            if self.scheme is not None:
+                refuse_idle_quantization(str(self.files.path), self.scheme, weights, getattr(ops, "quantization", None))
             return Decoder(self.spec, weights, ops, dtype, device, defer=True), weights
         from octavo.models.transformers_loader import build_decoder
 

@@ -35,7 +35,7 @@ class Entry:
     num_bytes: int
     read: Callable[[], torch.Tensor]
     stored: Callable[[], StoredRows | None] = lambda: None
-    quantized: Callable[[], QuantizedWeight | None] = lambda: None
+    quantized: Callable[[], QuantizedWeight] | None = None
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -68,10 +68,19 @@ class LazyWeights(Mapping[str, torch.Tensor]):
     def quantized(self, name: str) -> QuantizedWeight | None:
         """`name` as a quantised checkpoint holds it; None where it is stored as floats. Counts as reading it."""
         entry = self._entries[name]
+        if entry.quantized is None:
+            return None
         found = entry.quantized()
-        if found is not None:
-            self._count(entry)
+        self._count(entry)
         return found
+
+    def is_quantized(self, name: str) -> bool:
+        """Would `quantized` give anything? Reads nothing."""
+        return self._entries[name].quantized is not None
+
+    def is_matrix(self, name: str) -> bool:
+        """Has it rows and columns? (All but norms and biases.)"""
+        return len(self._entries[name].shape) == 2
 
     def report(self, stored_bytes: int) -> None:
         """Tell `on_progress` that `stored_bytes` of what `stored` gave out are read by now."""

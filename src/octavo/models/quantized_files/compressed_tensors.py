@@ -38,7 +38,7 @@ from octavo.models.quantized_files.packing import KINDS, make_weight, unpack_col
 from octavo.models.quantized_files.settings import REMEDY, Settings, matches
 
 PACKED, NAIVE = "pack-quantized", ("naive-quantized", "int-quantized")
-EMBEDDING = "embed_tokens"
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CompressedTensors:
 
     def group_of(self, module: str) -> Group | None:
         """The settings of a module; None: plain."""
-        kind = "Embedding" if module.endswith(EMBEDDING) else "Linear"
+        kind = "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
         if any(matches(module, kind, pattern) for pattern in self.ignored):
             return None
         return next((g for g in self.groups if any(matches(module, kind, t) for t in g.targets)), None)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from octavo.core.weight_format import WeightFormat
 from octavo.errors import ModelError
 from octavo.models.quantized_files.module import PackedModule, Scheme, Tensors
-from octavo.models.weights import LISTED, Entry
+from octavo.models.weights import LISTED, Entry, LazyWeights
 
 ROUTER = ".router.weight"  # small, and left plain by every tool
 
@@ -57,3 +58,12 @@ def is_empty_bias(files: Tensors, name: str, packed: Iterable[str]) -> bool:
     """A bias of zeros, which some tools add to modules that have none."""
     module, _, end = name.rpartition(".")
     return end == "bias" and module in packed and not bool(torch.any(files.read(name)))
+
+
+def refuse_idle_quantization(where: str, scheme: Scheme, weights: LazyWeights, asked: WeightFormat | None) -> None:
+    """`quantization=` quantises what a checkpoint leaves as floats. Raises `ModelError` where that is nothing."""
+    if asked is not None and all(weights.is_quantized(name) for name in weights if weights.is_matrix(name)):
+        raise ModelError(
+            f"quantization={str(asked)!r} has no effect: all weights of {where} are stored quantised "
+            f"({scheme.describe()}); leave it out, or give the original weights"
+        )

@@ -7,6 +7,7 @@ format stores is shifted up by half its range, and its zero with it, so the diff
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from octavo.errors import ModelError
 from octavo.kernels.quantized_weights import QuantizedWeight
@@ -17,7 +18,7 @@ KINDS = {4: "int4", 8: "int8"}
 
 def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [rows, n] -> codes uint8 [rows, n * 32 / bits]."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.reshape(-1).view(torch.uint8).view(len(words), -1)  # flat: a column's strides may be odd
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(len(words), -1)
@@ -26,6 +27,19 @@ def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [n, columns] -> codes uint8 [n * 32 / bits, columns]."""
     return unpack_columns(words.t(), bits).t()
+
+
+def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [rows, n] -> int32 [rows, ceil(n * bits / 32)], padded with zeros; undoes `unpack_columns`."""
+    codes = F.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    if bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes.reshape(-1).view(torch.int32).view(len(codes), -1)
+
+
+def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [n, columns] -> int32 [ceil(n * bits / 32), columns]; undoes `unpack_rows`."""
+    return pack_columns(codes.t(), bits).t().contiguous()
 
 
 def make_weight(
