@@ -140,7 +140,7 @@ def test_conflicts_are_logged_and_the_nested_form_wins(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"type": "dynamic", "factor": 2.0}, "'dynamic'.*default, linear, llama3, yarn"),
+        ({"type": "ntk", "factor": 2.0}, "'ntk'.*default, linear, dynamic, llama3, yarn, longrope"),
         ({"rope_type": "longrope"}, "'longrope'"),
         ({"type": "linear"}, "needs factor"),
         ({"type": "linear", "factor": -1}, "factor=-1"),
@@ -219,7 +219,7 @@ def test_windows_that_are_refused(keys: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "mixtral"}, "mixtral.*supported: llama, mistral, qwen2"),
+        ({"model_type": "bloom"}, "bloom.*supported: llama, mistral, .*model_impl='transformers' may run it"),
         ({"model_type": None}, "model_type=None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
@@ -228,7 +228,7 @@ def test_windows_that_are_refused(keys: dict[str, Any], message: str) -> None:
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"vocab_size": True}, "vocab_size=True"),
         ({"head_dim": 15}, "head_dim=15"),
-        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"hidden_act": "mish"}, "mish.*silu"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings='true'"),
         ({"attention_bias": 1}, "attention_bias=1"),

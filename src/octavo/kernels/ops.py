@@ -73,11 +73,32 @@ class Ops(Protocol):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Optional per-head RMS norm, then rotate halves. q [T, Hq, d], k [T, Hkv, d], cos/sin float32 [T, d]."""
+        """Optional per-head RMS norm, then rotate halves. q [T, Hq, d], k [T, Hkv, d], cos/sin float32 [T, r].
+
+        r is even and at most d: the first r numbers of a head are rotated, their halves against each other.
+        """
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-        """gate_up [T, 2I] -> act(gate) * up [T, I]; kind: silu, gelu_tanh, gelu."""
+        """gate_up [T, 2I] -> act(gate) * up [T, I]; kind: silu, gelu_tanh, gelu, relu."""
+        ...
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """x [T, I] -> act(x); kind: silu, gelu_tanh, gelu, relu."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """(x - mean) * rsqrt(variance + eps) * weight + bias over the last dimension of x [..., D]."""
+        ...
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + x, and its layer norm: returns (norm, sum). May reuse `residual`'s memory."""
+        ...
+
+    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
+        """As `linear`, but never quantised: for the few weights whose rounding decides something (routers)."""
         ...
 
 
@@ -150,13 +171,34 @@ class TorchOps:
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate, kind) * up
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         if kind == "silu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+            return F.silu(x)
+        if kind == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        wide_bias = None if bias is None else bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
+        return DenseLinear(weight, bias)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, H, d] * cos + rotate_half(x) * sin, cos/sin [T, d] (Su et al. 2021, half-split layout)."""
-    half = x.shape[-1] // 2
+    """x [T, H, d] * cos + rotate_half(x) * sin, cos/sin [T, r], r <= d (Su et al. 2021, half-split layout)."""
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
+    half = rotated // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos[:, None].to(x.dtype) + turned * sin[:, None].to(x.dtype)

@@ -1,34 +1,29 @@
 """Hugging Face `config.json` -> `ModelSpec`.
 
 Every key that changes the mathematics is read, or refused by name; a key that is neither known nor empty is refused
-too, since nobody can tell what it does. Defaults are those of each family's configuration class. What only the weight
-files can decide (is the head tied?) is passed in as `head`.
+too, since nobody can tell what it does. Defaults are those of each family's configuration class, see
+`models/families/`. What only the weight files can decide (is the head tied?) is passed in as `head`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.errors import ModelError
+from octavo.models.families import FAMILIES
+from octavo.models.families.base import ACTIVATIONS, SHARED, Activation, Family, Reader, words
+from octavo.models.families.windows import layer_types
 from octavo.models.rope_reader import rotary_specs
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import ModelSpec, RotarySpec
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+__all__ = ["FAMILIES", "HeadState", "family_of", "is_supported", "spec_from_config"]
+
 #: The output head in the weight files: not there; there without an embedding; a copy of it; something of its own.
 HeadState = Literal["absent", "only", "equal", "own"]
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
-}  # fmt: skip
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 #: Keys that do not change what a forward pass computes: training, bookkeeping, sampling defaults, older libraries.
-HARMLESS = _words("""
+HARMLESS = words("""
     architectures model_type torch_dtype dtype transformers_version use_cache initializer_range
     attention_dropout pretraining_tp name_or_path pad_token_id unk_token_id sep_token_id cls_token_id
     mask_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids
@@ -39,133 +34,32 @@ HARMLESS = _words("""
     chunk_size_feed_forward begin_suppress_tokens suppress_tokens unsloth_version unsloth_fixed eos_token
     pad_token bos_token use_flash_attn attn_implementation hidden_dropout resid_pdrop embd_pdrop problem_type
     max_sequence_length model_max_length
+    attn_pdrop dropout layerdrop classifier_dropout init_std summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout task_specific_params reorder_and_upcast_attn n_ctx
+    output_router_logits router_aux_loss_coef router_jitter_noise gradient_checkpointing apply_residual_connection
+    quantization_config
 """)
-#: Keys with one value that changes nothing; any other value is refused.
+#: Keys with one value that changes nothing; any other value is refused, unless the family reads the key.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "use_bidirectional_attention": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "rope_interleaved": (False,),
+    "is_decoder": (False, True),
 }
-#: Keys every family reads.
-COMMON = _words("""
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings rms_norm_eps bos_token_id eos_token_id tie_word_embeddings rope_theta rope_scaling
-    rope_parameters""")
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one architecture apart. `defaults` are its configuration class's values for absent keys."""
-
-    keys: frozenset[str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool | None = None  # None: attention_bias decides
-    out_bias: bool | None = None  # None: attention_bias decides
-    mlp_bias: bool = False  # True: the key mlp_bias decides
-    gemma: bool = False
-    sandwich: bool = False
-    windows: Literal["none", "all", "qwen", "pattern"] = "none"
-    pattern: int = 1
-    local_key: str | None = None
-    bases: Mapping[str, float] = field(
-        default_factory=lambda: {"full_attention": 10000.0, "sliding_attention": 10000.0}
-    )
-
-
-_QWEN_KEYS = _words("hidden_act use_sliding_window sliding_window max_window_layers layer_types")
-_GEMMA_KEYS = _words("hidden_act hidden_activation attention_bias")
-_GEMMA2_KEYS = _GEMMA_KEYS | _words(
-    "query_pre_attn_scalar sliding_window layer_types final_logit_softcapping attn_logit_softcapping"
-)
-_QWEN_DEFAULTS = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-                  "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-                  "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
-_LLAMA_DEFAULTS = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1,
-                   "eos_token_id": 2}  # fmt: skip
-_GEMMA_IDS = {"bos_token_id": 2, "eos_token_id": 1, "head_dim": 256}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        keys=frozenset(("hidden_act", "attention_bias", "mlp_bias")), defaults=_LLAMA_DEFAULTS, mlp_bias=True
-    ),
-    "mistral": Family(
-        keys=frozenset(("hidden_act", "sliding_window", "layer_types")),
-        defaults={**_LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8,
-                  "max_position_embeddings": 131072, "sliding_window": 4096},
-        qkv_bias=False, out_bias=False, windows="all",
-    ),
-    "qwen2": Family(keys=_QWEN_KEYS, defaults=_QWEN_DEFAULTS, qkv_bias=True, out_bias=False, windows="qwen"),
-    "qwen3": Family(
-        keys=_QWEN_KEYS | {"attention_bias"}, defaults={**_QWEN_DEFAULTS, "head_dim": 128}, qk_norm=True, windows="qwen"
-    ),
-    "gemma": Family(
-        keys=_GEMMA_KEYS,
-        defaults={**_GEMMA_IDS, "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576,
-                  "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
-                  "max_position_embeddings": 8192},
-        tied=True, gemma=True,
-    ),
-    "gemma2": Family(
-        keys=_GEMMA2_KEYS,
-        defaults={**_GEMMA_IDS, "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
-                  "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                  "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-                  "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        tied=True, gemma=True, sandwich=True, windows="pattern", pattern=2,
-    ),
-    "gemma3_text": Family(
-        keys=_GEMMA2_KEYS | {"rope_local_base_freq", "sliding_window_pattern"},
-        defaults={**_GEMMA_IDS, "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
-                  "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                  "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-                  "final_logit_softcapping": None, "attn_logit_softcapping": None},
-        tied=True, gemma=True, sandwich=True, qk_norm=True, windows="pattern", pattern=6,
-        local_key="rope_local_base_freq", bases={"full_attention": 1_000_000.0, "sliding_attention": 10000.0},
-    ),
-}  # fmt: skip
-
 #: Class names in `architectures` that load as these families.
-CLASSES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-}  # fmt: skip
+CLASSES = {name: kind for kind, family in FAMILIES.items() for name in family.classes}
+FALLBACK = "model_impl='transformers' may run it"
 
 
-class _Reader:
-    """Typed access to one config with the family's defaults; errors name the key and the value."""
-
-    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
-        self._config, self._family = config, family
-
-    def get(self, key: str) -> Any:
-        """The config's value (also a null), or the class default when the key is absent."""
-        return self._config[key] if key in self._config else self._family.defaults.get(key)
-
-    def positive(self, key: str, fallback: int | None = None) -> int:
-        value = self.get(key)
-        value = fallback if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"config: {key}={value!r}: must be an integer of at least 1")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._config.get(key, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"config: {key}={value!r}: must be true or false")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, or None when the value is null (softcaps: off)."""
-        value = self._config[key] if key in self._config else self._family.defaults.get(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            raise ModelError(f"config: {key}={value!r}: must be a positive number or null")
-        return None if value is None else float(value)
+def is_supported(config: Mapping[str, Any]) -> str | None:
+    """None when the one decoder covers the config; else the reason why not, one sentence."""
+    try:
+        spec_from_config(config)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def family_of(config: Mapping[str, Any]) -> str:
@@ -174,11 +68,13 @@ def family_of(config: Mapping[str, Any]) -> str:
     supported = f"supported: {', '.join(FAMILIES)}"
     foreign = [name for name in classes if name not in CLASSES]
     if kind not in FAMILIES:
-        raise ModelError(f"config: model_type={kind!r} (architectures={list(classes)!r}) is not supported; {supported}")
+        raise ModelError(
+            f"config: model_type={kind!r} (architectures={list(classes)!r}) is not supported; {supported}; {FALLBACK}"
+        )
     if foreign or any(CLASSES[name] != kind for name in classes):
         raise ModelError(
             f"config: architectures={list(classes)!r} with model_type={kind!r} is not supported; "
-            f"{supported}, each with its ForCausalLM class"
+            f"{supported}, each with its ForCausalLM class; {FALLBACK}"
         )
     return str(kind)
 
@@ -193,51 +89,68 @@ def spec_from_config(config: Mapping[str, Any], head: HeadState | None = None) -
     kind = family_of(config)
     family = FAMILIES[kind]
     _refuse_unknown(config, family, kind)
-    read = _Reader(config, family)
-    layers, heads, hidden = (read.positive(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    kv_heads = read.positive("num_key_value_heads", heads)
-    head_dim = read.positive("head_dim", hidden // heads)
-    if heads % kv_heads:
-        raise ModelError(f"config: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    if head_dim % 2:
-        raise ModelError(f"config: head_dim={head_dim} must be even for rotary positions")
-    types, window = _layer_types(config, read, family, layers)
-    rotaries, rotary = rotary_specs(config, types, family.bases, family.local_key)
-    attention_bias = read.flag("attention_bias") if "attention_bias" in family.keys else False
-    pre_scalar = read.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.keys else None
+    read = Reader(config, family)
+    settings = family.settings(read)
+    fields = _sizes(read, settings)
+    layers = fields["num_layers"]
+    types, window = layer_types(read, layers)
+    rotaries: tuple[RotarySpec, ...] = ()
+    rotary: tuple[int | None, ...] = (None,) * layers
+    if family.rotary is not None:
+        if fields["head_dim"] % 2:
+            raise ModelError(f"config: head_dim={fields['head_dim']} must be even for rotary positions")
+        rotaries, rotary = rotary_specs(config, types, family.rotary, fields["head_dim"], read.positive(_LONGEST))
     positions = _positions(read, rotaries)
-    return ModelSpec(
-        architecture=kind,
-        vocab_size=read.positive("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.positive("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rms_norm_eps=read.real("rms_norm_eps", 1e-6) or 1e-6,
+    fields |= {
+        "architecture": kind,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": read.real(family.epsilon, 1e-6) or 1e-6,
         # A window that no sequence can outgrow is full attention, and full attention needs no second block table.
-        windows=tuple(
+        "windows": tuple(
             window if t == "sliding_attention" and window is not None and window < positions else None for t in types
         ),
-        rotaries=rotaries,
-        rotary=rotary,
-        activation=_activation(config, family),
-        attention_scale=None if pre_scalar is None else pre_scalar**-0.5,
-        embedding_scale=hidden**0.5 if family.gemma else 1.0,
-        norm_offset=family.gemma,
-        sandwich_norms=family.sandwich,
-        qk_norm=family.qk_norm,
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        out_bias=attention_bias if family.out_bias is None else family.out_bias,
-        mlp_bias=read.flag("mlp_bias") if family.mlp_bias else False,
-        tied_head=_tied(config, family, head),
-        attention_softcap=read.real("attn_logit_softcapping") if "attn_logit_softcapping" in family.keys else None,
-        logit_softcap=read.real("final_logit_softcapping") if "final_logit_softcapping" in family.keys else None,
-        bos_token_id=next(iter(_ids("bos_token_id", read.get("bos_token_id"))), None),
-        eos_token_ids=_ids("eos_token_id", read.get("eos_token_id")),
-    )
+        "rotaries": rotaries,
+        "rotary": rotary,
+        "activation": settings.get("activation") or _activation(read),
+        "tied_head": _tied(config, family, head),
+        "bos_token_id": next(iter(_ids("bos_token_id", read.get("bos_token_id"))), None),
+        "eos_token_ids": _ids("eos_token_id", read.get("eos_token_id")),
+    }
+    spec = ModelSpec(**{**fields, **settings})
+    _check_heads(spec)
+    return spec
+
+
+_LONGEST = "max_position_embeddings"
+
+
+def _sizes(read: Reader, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that every family has, under the names of `ModelSpec`."""
+    layers, heads, hidden = (read.positive(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    head_dim = read.get("head_dim") if "head_dim" in read.family.keys else None
+    if head_dim is None and hidden % heads and "head_dim" not in read.family.keys:
+        raise ModelError(f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    return {
+        "vocab_size": read.positive("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.get("intermediate_size") or read.positive("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": read.positive("num_key_value_heads", heads),
+        "head_dim": hidden // heads if head_dim is None else read.positive("head_dim"),
+    }
+
+
+def _check_heads(spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(
+            f"config: num_attention_heads={spec.num_heads} is not a multiple of num_key_value_heads={spec.num_kv_heads}"
+        )
+    experts = spec.experts
+    if experts is not None and experts.per_token > experts.count:
+        raise ModelError(
+            f"config: num_experts_per_tok={experts.per_token} exceeds the {experts.count} experts there are"
+        )
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> None:
@@ -245,10 +158,11 @@ def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> Non
 
     quantization_config says nothing of the mathematics: `models/quantized_files` reads it.
     """
+    own = SHARED | family.keys | set(family.aliases)
     for key, allowed in NEUTRAL.items():
-        if config.get(key) is not None and config[key] not in allowed:
-            raise ModelError(f"config: {key}={config[key]!r} is not supported; only {allowed[0]!r}")
-    known = HARMLESS | COMMON | family.keys | set(NEUTRAL) | {"quantization_config"}
+        if key not in own and config.get(key) is not None and config[key] not in allowed:
+            raise ModelError(f"config: {key}={config[key]!r} is not supported; only {allowed[0]!r}; {FALLBACK}")
+    known = HARMLESS | own | set(NEUTRAL)
     empty: tuple[Any, ...] = (None, False, "", [], {})
     # A leading underscore marks the library's own notes (_name_or_path, _attn_implementation, …), not settings.
     unknown = [k for k, value in config.items() if k not in known and value not in empty and not k.startswith("_")]
@@ -256,69 +170,27 @@ def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> Non
         listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
         raise ModelError(
             f"config: {listed}: not known for {kind}, so it may change what the model computes; "
-            "remove the key from config.json if it does not"
+            f"remove the key from config.json if it does not; {FALLBACK}"
         )
 
 
-def _layer_types(
-    config: Mapping[str, Any], read: _Reader, family: Family, layers: int
-) -> tuple[tuple[str, ...], int | None]:
-    """Layer type of each layer and the window of the sliding ones. A list in the config decides, never the number."""
-    full = ("full_attention",) * layers
-    if family.windows == "none":
-        return full, None
-    window = None if read.get("sliding_window") is None else read.positive("sliding_window")
-    if family.windows == "qwen" and not read.flag("use_sliding_window"):
-        window = None
-    given = config.get("layer_types")
-    if given is not None:
-        return _given_types(given, layers, window), window
-    if window is None:
-        return full, None
-    if family.windows == "all":
-        return ("sliding_attention",) * layers, window
-    if family.windows == "qwen":
-        first = read.get("max_window_layers")
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ModelError(f"config: max_window_layers={first!r}: must be an integer of at least 0")
-        return tuple("sliding_attention" if i >= first else "full_attention" for i in range(layers)), window
-    pattern = config.get("sliding_window_pattern", family.pattern)
-    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
-        raise ModelError(f"config: sliding_window_pattern={pattern!r}: must be an integer of at least 1")
-    return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)), window
-
-
-def _given_types(given: Any, layers: int, window: int | None) -> tuple[str, ...]:
-    if not isinstance(given, list) or len(given) != layers:
-        raise ModelError(f"config: layer_types={given!r}: must be a list of {layers} entries, one per layer")
-    unknown = sorted({str(t) for t in given} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ModelError(
-            f"config: layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention"
-        )
-    if "sliding_attention" in given and window is None:
-        raise ModelError("config: layer_types has sliding_attention but sliding_window is missing")
-    return tuple(given)
-
-
-def _positions(read: _Reader, rotaries: tuple[Any, ...]) -> int:
+def _positions(read: Reader, rotaries: tuple[RotarySpec, ...]) -> int:
     """Longest sequence. YaRN configs keep the original length in max_position_embeddings: the factor extends it."""
-    positions = read.positive("max_position_embeddings")
+    positions = read.positive(_LONGEST)
     for rotary in rotaries:
         if rotary.kind == "yarn":
-            parameters = dict(rotary.parameters)
+            parameters: dict[str, Any] = dict(rotary.parameters)
             positions = max(positions, int(parameters["factor"] * parameters["original_max_position_embeddings"]))
     return positions
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> Activation:
-    name = config.get("hidden_activation") or config.get("hidden_act")
+def _activation(read: Reader) -> Activation:
+    name = read.get(read.family.activation)
     if name is None:
-        return "gelu_tanh" if family.gemma else "silu"
+        return "silu"
     if name not in ACTIVATIONS:
-        raise ModelError(f"config: activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
-    # The first Gemma releases said "gelu" and meant the tanh form; no Gemma uses the exact one.
-    return "gelu_tanh" if family.gemma and name == "gelu" else ACTIVATIONS[name]
+        raise ModelError(f"config: activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}; {FALLBACK}")
+    return ACTIVATIONS[name]
 
 
 def _tied(config: Mapping[str, Any], family: Family, head: HeadState | None) -> bool:
@@ -329,7 +201,7 @@ def _tied(config: Mapping[str, Any], family: Family, head: HeadState | None) -> 
         raise ModelError(f"config: tie_word_embeddings={flag!r}: must be true or false")
     if head == "absent" and not flag:
         raise ModelError(
-            "config: tie_word_embeddings is false but the weight files hold no lm_head.weight; "
+            f"config: tie_word_embeddings is false but the weight files hold no {family.names.heads[0]}.weight; "
             "the file is incomplete, or the flag should be true"
         )
     return {None: flag, "absent": True, "only": flag, "equal": True, "own": False}[head]

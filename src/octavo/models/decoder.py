@@ -1,8 +1,9 @@
-"""The one decoder: a pre-norm transformer with rotary positions, driven by a `ModelSpec`.
+"""The one decoder: a transformer with causal attention, driven by a `ModelSpec`.
 
 It knows neither blocks nor requests: tokens of all sequences of a step come as one run of T rows, and the attention
 backend, planned beforehand, knows which rows belong together. Weights arrive under the names of `models/names.py`,
-are fused (q/k/v, gate/up) and handed to `Ops`; the decoder keeps no second copy.
+are fused (q/k/v, gate/up) and handed to `Ops`; the decoder keeps no second copy. The parts of a layer are in
+`models/layer.py` and `models/moe.py`.
 
 Invariant: a row's result depends on its token, its position and what the attention backend returns for it, never on
 which other rows are in the batch (up to the rounding of the matrix products of the `Ops` in use).
@@ -11,7 +12,6 @@ which other rows are in the batch (up to the rounding of the matrix products of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,31 +19,27 @@ from torch.nn import functional as F
 
 from octavo.kernels.ops import Linear, Ops, SizedLinear, StoredRows
 from octavo.kernels.quantized_weights import JoinedLinear
-from octavo.models.names import is_norm, weight_shapes
+from octavo.models.layer import (
+    MLP,
+    GatedMLP,
+    HeadNorms,
+    Layer,
+    LayerNorm,
+    NoNorm,
+    Norm,
+    PlainMLP,
+    ProjectionNorms,
+    RMSNorm,
+)
+from octavo.models.moe import ExpertList, Experts, MixtureOfExperts, StackedExperts
+from octavo.models.names import is_float32, num_parameters, weight_shapes
 from octavo.models.rotary import RotaryTable
 from octavo.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
 
-#: Products of a layer, as `linears` names them; q, k and v are one product, gate and up another.
-LAYER_LINEARS = ("qkv", "out", "gate_up", "down")
-
-
-@dataclass(slots=True)
-class _Layer:
-    """Products and norms of one layer. Norm weights are float32 final multipliers."""
-
-    attention_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: Linear
-    post_attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    post_mlp_norm: torch.Tensor | None
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
@@ -73,11 +69,12 @@ class Decoder:
         self.queue: Any = ops.load_queue() if hasattr(ops, "load_queue") else None
         with torch.inference_mode():
             # The head gives its rows back: no other copy is made.
-            quantizes = getattr(ops, "quantization", None) is not None
+            packed = getattr(weights, "is_quantized", lambda name: False)("embedding.weight")
+            quantizes = packed or getattr(ops, "quantization", None) is not None
             shared = spec.tied_head and (self.queue is not None or quantizes)
             embedding = None if shared or quantizes else self._take(weights, "embedding.weight")
             self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
-            self._final_norm = self._take(weights, "final_norm.weight")
+            self._final_norm = self._norm(weights, "final_norm")
             if embedding is not None and spec.tied_head:
                 self._head = ops.linear(embedding)
             else:
@@ -85,6 +82,7 @@ class Decoder:
             apart = quantizes and not spec.tied_head
             table = self._fuse(weights, "", ("embedding",), False) if apart else embedding
             self._embed = self._lookup(table)
+            self._places = self._take(weights, "positions.weight") if spec.learned_positions else None
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
@@ -99,7 +97,7 @@ class Decoder:
 
     def _take(self, weights: Mapping[str, torch.Tensor], name: str, count: bool = True) -> torch.Tensor:
         """One weight in its final dtype and place, counted unless it goes on into something that is."""
-        tensor = weights[name].to(device=self.device, dtype=torch.float32 if is_norm(name) else self.dtype)
+        tensor = weights[name].to(device=self.device, dtype=torch.float32 if is_float32(name) else self.dtype)
         if count:
             self.weight_bytes += tensor.numel() * tensor.element_size()
         return tensor
@@ -153,26 +151,102 @@ class Decoder:
         assert isinstance(embedding, torch.Tensor)
         return lambda token_ids: F.embedding(token_ids, embedding).to(self.activation_dtype)
 
-    def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:
+    def _norm(self, weights: Mapping[str, torch.Tensor], name: str) -> Norm:
+        spec = self.spec
+        weight = self._take(weights, f"{name}.weight")
+        if spec.norm == "rms":
+            return RMSNorm(self._ops, weight, spec.rms_norm_eps)
+        bias = self._take(weights, f"{name}.bias") if spec.norm_bias else None
+        return LayerNorm(self._ops, weight, bias, spec.rms_norm_eps)
+
+    def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
 
-        def norm(name: str, present: bool = True) -> torch.Tensor | None:
-            return self._take(weights, f"{prefix}{name}.weight") if present else None
+        def norm(name: str, present: bool) -> Norm | None:
+            return self._norm(weights, f"{prefix}{name}") if present else None
 
-        attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
-        assert attention_norm is not None and mlp_norm is not None
-        return _Layer(
-            attention_norm=attention_norm,
+        q_norm, k_norm, head_norms = self._head_norms(weights, prefix)
+        return Layer(
+            attention_norm=norm("attention_norm", spec.input_norms) or NoNorm(),
             qkv=self._fuse(weights, prefix, ("q", "k", "v"), spec.qkv_bias),
-            q_norm=norm("q_norm", spec.qk_norm),
-            k_norm=norm("k_norm", spec.qk_norm),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            head_norms=head_norms,
+            rotary=spec.rotary[index],
             out=self._fuse(weights, prefix, ("out",), spec.out_bias),
             post_attention_norm=norm("post_attention_norm", spec.sandwich_norms),
-            mlp_norm=mlp_norm,
-            gate_up=self._fuse(weights, prefix, ("gate", "up"), spec.mlp_bias),
-            down=self._fuse(weights, prefix, ("down",), spec.mlp_bias),
+            mlp_norm=None if spec.parallel == "one_norm" else norm("mlp_norm", spec.input_norms) or NoNorm(),
+            mlp=self._build_mlp(weights, index),
             post_mlp_norm=norm("post_mlp_norm", spec.sandwich_norms),
+            parallel=spec.parallel != "no",
         )
+
+    def _head_norms(
+        self, weights: Mapping[str, torch.Tensor], prefix: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, ProjectionNorms | HeadNorms | None]:
+        """Norms of q and k: the weights for `ops.rotary`, or an operation of their own before it."""
+        spec = self.spec
+        if not spec.qk_norm:
+            return None, None, None
+        if spec.qk_norm_kind == "each_head":
+            q, k = (
+                torch.stack([self._take(weights, f"{prefix}heads.{head}.{name}.weight") for head in range(heads)])
+                for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
+            )
+            return None, None, HeadNorms(self._ops, q, k, spec.rms_norm_eps)
+        q, k = (self._take(weights, f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
+        if spec.qk_norm_kind == "projection":
+            return None, None, ProjectionNorms(self._ops, q, k, spec.rms_norm_eps)
+        return q, k, None
+
+    def _build_mlp(self, weights: Mapping[str, torch.Tensor], index: int) -> MLP | MixtureOfExperts:
+        prefix, experts = f"layers.{index}.", self.spec.experts
+        if experts is None or index not in experts.layers:
+            return self._mlp(weights, prefix)
+
+        def router(name: str) -> Linear:
+            return self._ops.dense_linear(self._take(weights, f"{prefix}{name}.weight"))
+
+        shared = experts.shared_intermediate_size > 0
+        return MixtureOfExperts(
+            router("router"),
+            self._build_experts(weights, prefix),
+            experts.count,
+            experts.per_token,
+            experts.normalized,
+            self._mlp(weights, f"{prefix}shared.") if shared else None,
+            router("shared_router") if shared else None,
+        )
+
+    def _mlp(self, weights: Mapping[str, torch.Tensor], prefix: str) -> MLP:
+        spec, ops = self.spec, self._ops
+        down = self._fuse(weights, prefix, ("down",), spec.mlp_bias)
+        if spec.gated_mlp:
+            return GatedMLP(ops, self._fuse(weights, prefix, ("gate", "up"), spec.mlp_bias), down, spec.activation)
+        return PlainMLP(ops, self._fuse(weights, prefix, ("up",), spec.mlp_bias), down, spec.activation)
+
+    def _build_experts(self, weights: Mapping[str, torch.Tensor], prefix: str) -> Experts:
+        """On a CPU a product for each expert; elsewhere one grouped product, if weights and library allow it."""
+        spec, experts = self.spec, self.spec.experts
+        assert experts is not None
+        inner, names = experts.intermediate_size, [f"{prefix}experts.{e}." for e in range(experts.count)]
+        find = getattr(weights, "quantized", None)
+        packed = getattr(self._ops, "quantization", None) or (find is not None and find(f"{names[0]}up.weight"))
+        fits = StackedExperts.fits(self.dtype, spec.hidden_size, inner) and spec.gated_mlp and not spec.mlp_bias
+        if self.device.type == "cpu" or packed or not fits:
+            return ExpertList([self._mlp(weights, name) for name in names])
+        gate_up = torch.empty(experts.count, 2 * inner, spec.hidden_size, dtype=self.dtype, device=self.device)
+        down = torch.empty(experts.count, spec.hidden_size, inner, dtype=self.dtype, device=self.device)
+        for e, name in enumerate(names):
+            for part, target in (("gate", gate_up[e, :inner]), ("up", gate_up[e, inner:]), ("down", down[e])):
+                target.copy_(self._take(weights, f"{name}{part}.weight"))
+        return StackedExperts(self._ops, gate_up, down, spec.activation)
+
+    @property
+    def asks_device(self) -> bool:
+        """Whether a step waits for a number from the device (which expert has how many tokens)."""
+        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MixtureOfExperts)]
+        return any(isinstance(mixture.experts, ExpertList) for mixture in mixtures)
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
@@ -181,46 +255,61 @@ class Decoder:
         `attention` receives views with a row stride: query [T, Hq, d] may, value [T, Hkv, d] does share storage with
         the fused product.
         """
-        spec, ops, eps = self.spec, self._ops, self.spec.rms_norm_eps
-        residual = self._embed(token_ids)
-        if spec.embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
-        cos_sin = self._rotary(positions)
-        normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
-        for index, layer in enumerate(self._layers):
-            mixed = self._attend(index, layer, normed, *cos_sin[spec.rotary[index]], attention)
+        residual, cos_sin = self._embedded(token_ids, positions), self._rotary(positions)
+        layers, scale = self._layers, self.spec.residual_scale
+        normed = layers[0].attention_norm(residual)
+        for index, layer in enumerate(layers):
+            following = self._final_norm if index + 1 == len(layers) else layers[index + 1].attention_norm
+            mixed = self._attend(index, layer, normed, cos_sin, attention)
+            if layer.parallel:
+                mixed = mixed + layer.mlp(normed if layer.mlp_norm is None else layer.mlp_norm(residual))
+                normed, residual = following.add(mixed, residual)
+                continue
             if layer.post_attention_norm is not None:
-                mixed = ops.rms_norm(mixed, layer.post_attention_norm, eps)
-            normed, residual = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
-            mixed = layer.down(ops.gated_activation(layer.gate_up(normed), spec.activation))
+                mixed = layer.post_attention_norm(mixed)
+            if scale != 1.0:
+                mixed = mixed * scale
+            assert layer.mlp_norm is not None
+            normed, residual = layer.mlp_norm.add(mixed, residual)
+            mixed = layer.mlp(normed)
             if layer.post_mlp_norm is not None:
-                mixed = ops.rms_norm(mixed, layer.post_mlp_norm, eps)
-            last = index + 1 == len(self._layers)
-            following = self._final_norm if last else self._layers[index + 1].attention_norm
-            normed, residual = ops.add_rms_norm(mixed, residual, following, eps)
+                mixed = layer.post_mlp_norm(mixed)
+            if scale != 1.0:
+                mixed = mixed * scale
+            normed, residual = following.add(mixed, residual)
         return normed
 
-    def _rotary(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _embedded(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding [T, D], scaled, with learned positions added where the model has them."""
+        rows = self._embed(token_ids)
+        if self.spec.embedding_scale != 1.0:
+            rows = rows * self._embedding_scale
+        if self._places is not None:
+            rows = rows + F.embedding(positions + self.spec.position_offset, self._places).to(rows.dtype)
+        return rows
+
+    def _rotary(self, positions: torch.Tensor) -> list[CosSin]:
         """cos and sin of this step, once per kind of layer. Positions past the reserved rows make the tables grow."""
+        if not self._tables:
+            return []
         needed = int(positions.max()) + 1 if self.device.type == "cpu" else self.spec.max_position_embeddings
         for table in self._tables:
             table.reserve(needed)
         return [table.lookup(positions) for table in self._tables]
 
     def _attend(
-        self,
-        index: int,
-        layer: _Layer,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: AttentionBackend,
+        self, index: int, layer: Layer, normed: torch.Tensor, cos_sin: list[CosSin], attention: AttentionBackend
     ) -> torch.Tensor:
         """Projections, rotation, KV write, attention and output projection: [T, D] -> [T, D]."""
         spec, tokens = self.spec, normed.shape[0]
         heads = layer.qkv(normed).view(tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        q, k = self._ops.rotary(q, k, cos, sin, layer.q_norm, layer.k_norm, spec.rms_norm_eps)
+        if layer.head_norms is not None:
+            q, k = layer.head_norms(q, k)
+        if layer.rotary is not None:
+            q, k = self._ops.rotary(q, k, *cos_sin[layer.rotary], layer.q_norm, layer.k_norm, spec.rms_norm_eps)
+        elif layer.q_norm is not None and layer.k_norm is not None:
+            q, k = (self._ops.rms_norm(x, w, spec.rms_norm_eps) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
         attention.write(index, k, v)
         mixed = attention.attend(index, q)
         return layer.out(mixed.reshape(tokens, spec.num_heads * spec.head_dim))
@@ -229,6 +318,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] as `forward` returned it -> raw logits, float32 [N, V]."""
         logits = self._head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -236,36 +327,43 @@ class Decoder:
     def best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """hidden [N, D] -> first index int64 [N] and value float32 [N] of each row's largest logit, a NaN included.
 
-        What `logits` and an argmax give, without the logits; None where the product cannot do that. A soft cap may
-        round two logits to one, which would move a tie: then it is left to the logits.
+        What `logits` and an argmax give, without the logits; None where the product cannot do that. A soft cap or a
+        scale may round two logits to one, which would move a tie: then it is left to the logits.
         """
-        argmax = getattr(self._head, "argmax", None)
-        return None if argmax is None or self.spec.logit_softcap is not None else argmax(hidden)
+        exact = self.spec.logit_softcap is None and self.spec.logit_scale == 1.0
+        argmax = getattr(self._head, "argmax", None) if exact else None
+        return None if argmax is None else argmax(hidden)
 
     def linears(self) -> dict[str, Linear]:
-        """The products of all layers by canonical fused name: "layers.3.qkv", "….out", "….gate_up", "….down"."""
-        return {
-            f"layers.{index}.{name}": getattr(layer, name)
-            for index, layer in enumerate(self._layers)
-            for name in LAYER_LINEARS
-        }
+        """The products that every token goes through, by canonical fused name.
+
+        "layers.3.qkv", "….out", "….gate_up" (or "….up" without a gate), "….down"; in layers with experts
+        "….shared.gate_up" and "….shared.down" if there is a shared one. Single experts are not listed: they see some
+        of the rows, sorted their own way.
+        """
+        return {name: getattr(owner, part) for name, (owner, part) in self._owners().items()}
 
     def replace_linear(self, name: str, linear: Linear) -> None:
         """Use `linear` where `linears()[name]` was: same input, same output width. Raises KeyError for another name."""
-        match name.split("."):
-            case ["layers", index, part] if (
-                part in LAYER_LINEARS and index.isdecimal() and int(index) < len(self._layers)
-            ):
-                setattr(self._layers[int(index)], part, linear)
-            case _:
-                raise KeyError(f"{name!r}: no product of this model; known: layers.<index>.<{'|'.join(LAYER_LINEARS)}>")
+        owners = self._owners()
+        if name not in owners:
+            known = sorted({known.split(".", 2)[2] for known in owners})
+            raise KeyError(f"{name!r}: no product of this model; known: layers.<index>.<{'|'.join(known)}>")
+        owner, part = owners[name]
+        setattr(owner, part, linear)
+
+    def _owners(self) -> dict[str, tuple[Any, str]]:
+        """Name of a product -> the object that holds it, and its attribute."""
+        found: dict[str, tuple[Any, str]] = {}
+        for index, layer in enumerate(self._layers):
+            found.update({f"layers.{index}.{part}": (layer, part) for part in ("qkv", "out")})
+            shared = isinstance(layer.mlp, MixtureOfExperts)
+            mlp = layer.mlp.shared if isinstance(layer.mlp, MixtureOfExperts) else layer.mlp
+            if mlp is not None:
+                place = f"layers.{index}.{'shared.' if shared else ''}"
+                found.update({f"{place}{part}": (mlp, part) for part in mlp.linears})
+        return found
 
     def parameter_count(self) -> int:
         """Numbers in the weights; a tied head counts once."""
-        total = 0
-        for shape in weight_shapes(self.spec).values():
-            size = 1
-            for side in shape:
-                size *= side
-            total += size
-        return total
+        return num_parameters(self.spec)

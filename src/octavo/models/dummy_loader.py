@@ -11,7 +11,7 @@ import zlib
 
 import torch
 
-from octavo.models.names import Shape, is_norm, weight_shapes
+from octavo.models.names import Shape, is_float32, is_norm, weight_shapes
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Entry, LazyWeights, Progress
 
@@ -25,7 +25,7 @@ def open_dummy(
     base = DEFAULT_SEED if seed is None else seed
     entries = {}
     for name, shape in weight_shapes(spec).items():
-        size = 4 if is_norm(name) else dtype.itemsize
+        size = 4 if is_float32(name) else dtype.itemsize
         for side in shape:
             size *= side
         entries[name] = Entry(name, shape, size, lambda n=name, s=shape: _draw(n, s, dtype, base, spec))  # type: ignore[misc]
@@ -35,11 +35,15 @@ def open_dummy(
 def _draw(name: str, shape: Shape, dtype: torch.dtype, seed: int, spec: ModelSpec) -> torch.Tensor:
     """Norms about 1; linears about 1 / sqrt(inputs); embeddings of unit size after the embedding scale."""
     generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + zlib.crc32(name.encode())) % (1 << 63))
+    if name.endswith("norm.bias"):
+        return 0.1 * torch.randn(shape, generator=generator)
     if is_norm(name):
         return 1.0 + 0.1 * torch.randn(shape, generator=generator)
-    noise = torch.empty(shape, dtype=dtype).normal_(generator=generator)
+    noise = torch.empty(shape, dtype=torch.float32 if is_float32(name) else dtype).normal_(generator=generator)
     if name == "embedding.weight":
         # A tied head reads the same rows: 3 / sqrt(D) would do for the logits, unit size is needed for the input;
         # the final norm evens out the first, so only the embedding scale has to be undone.
         return noise.mul_(1.0 / spec.embedding_scale)
+    if name == "positions.weight":
+        return noise.mul_(0.3)
     return noise.mul_(0.1 if name.endswith(".bias") else shape[-1] ** -0.5 * (3.0 if name == "head.weight" else 1.0))

@@ -2,6 +2,8 @@
 
 RoPE: Su et al. 2021 (arXiv 2104.09864), half-split layout. linear: position interpolation, Chen et al. 2023 (arXiv
 2306.15595). yarn: Peng et al. 2023 (arXiv 2309.00071). llama3: the piecewise scaling of the Llama 3.1 release.
+longrope: Ding et al. 2024 (arXiv 2402.13753). dynamic: NTK scaling by length, which begins after the model's own
+limit and is plain rotary before it.
 Everything is computed in float32 in the order the transformers library uses, so that tables are equal to its bits.
 
 This module does not know layers or models; `RotarySpec` was checked when it was read.
@@ -20,22 +22,29 @@ FIRST_ROWS = 1024
 
 
 def inverse_frequencies(spec: RotarySpec, head_dim: int) -> tuple[torch.Tensor, float]:
-    """([head_dim / 2] float32 radians per position, factor on cos and sin)."""
+    """([rotated / 2] float32 radians per position, factor on cos and sin); rotated: `spec.dim` or head_dim."""
     parameters = dict(spec.parameters)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    dim = spec.dim or head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.base**exponents)
-    if spec.kind == "default":
+    number = {name: value for name, value in parameters.items() if not isinstance(value, tuple)}
+    if spec.kind in ("default", "dynamic"):
         return plain, 1.0
     if spec.kind == "divided":
         return plain / torch.tensor(parameters["factors"], dtype=torch.float32), 1.0
-    number = {name: value for name, value in parameters.items() if not isinstance(value, tuple)}
     if spec.kind == "linear":
         return plain / number["factor"], 1.0
     if spec.kind == "llama3":
         return _llama3(plain, number), 1.0
     if spec.kind == "yarn":
-        return _yarn(spec.base, exponents, head_dim, number), float(number["attention_factor"])
-    raise ValueError(f"rotary kind {spec.kind!r}: must be default, linear, llama3, yarn or divided")
+        return _yarn(spec.base, exponents, dim, number), float(number["attention_factor"])
+    if spec.kind == "longrope":
+        divisors = torch.tensor(parameters["long_factor" if number["long"] else "short_factor"], dtype=torch.float32)
+        return 1.0 / (divisors * spec.base**exponents), float(number["attention_factor"])
+    if spec.kind == "proportional":
+        turning = int(number["share"] * head_dim // 2)  # the slowest pairs do not turn at all
+        return torch.where(torch.arange(dim // 2) < turning, plain, 0.0) / number["factor"], 1.0
+    raise ValueError(f"rotary kind {spec.kind!r} is not one of those that `rope_reader.KINDS` lists, or divided")
 
 
 def _llama3(plain: torch.Tensor, p: dict[str, float | bool]) -> torch.Tensor:
@@ -71,12 +80,12 @@ def _yarn(base: float, exponents: torch.Tensor, dim: int, p: dict[str, float | b
 
 
 class RotaryTable:
-    """cos and sin of one `RotarySpec`, float32 [rows, head_dim], rows added when a larger position is asked for."""
+    """cos and sin of one `RotarySpec`, float32 [rows, rotated], rows added when a larger position is asked for."""
 
     def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         frequencies, self._factor = inverse_frequencies(spec, head_dim)
         self._frequencies = frequencies.to(device)
-        self._cos = self._sin = torch.empty(0, head_dim, device=device)
+        self._cos = self._sin = torch.empty(0, spec.dim or head_dim, device=device)
 
     @property
     def rows(self) -> int:
@@ -93,5 +102,5 @@ class RotaryTable:
         self._cos, self._sin = angles.cos() * self._factor, angles.sin() * self._factor
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T], all below `rows` -> cos, sin float32 [T, head_dim]."""
+        """positions int64 [T], all below `rows` -> cos, sin float32 [T, rotated]."""
         return self._cos[positions], self._sin[positions]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import mmap
-import re
 import struct
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +21,30 @@ from safetensors import SafetensorError, safe_open
 from octavo.errors import ModelError
 from octavo.kernels.ops import StoredRows
 from octavo.models.config_reader import HeadState
-from octavo.models.names import is_norm, weight_shapes
+from octavo.models.families import FAMILIES
+from octavo.models.names import Shape, is_norm, weight_shapes
 from octavo.models.quantized_files import Scheme, find_packed, read_scheme
 from octavo.models.quantized_files.entries import is_empty_bias, packed_entries
 from octavo.models.spec import ModelSpec
+from octavo.models.tensor_names import HARMLESS, Part, parts_of
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-#: Buffers that old checkpoints carry and that are computed from the config here.
-HARMLESS = (
-    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    re.compile(r"model\.rotary_emb\.inv_freq"),
-    re.compile(r"model\.layers\.\d+\.self_attn\.(masked_bias|bias)"),
-)
+#: Where the families keep their embedding and their output head.
+EMBEDDINGS = tuple(dict.fromkeys(f"{p}{f.names.embedding}.weight" for f in FAMILIES.values() for p in f.names.prefixes))
+HEADS = tuple(dict.fromkeys(f"{head}.weight" for f in FAMILIES.values() for head in f.names.heads))
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 #: GGUF's numbers of these types
 KINDS = {"F32": 0, "F16": 1, "BF16": 30}
 
-_PARTS = {
-    "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "out",
-    "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
-    "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down", "input_layernorm": "attention_norm",
-}  # fmt: skip
-_PLAIN_NORMS = {"post_attention_layernorm": "mlp_norm"}
-_SANDWICH_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-
 
 def canonical_name(name: str, spec: ModelSpec) -> str | None:
-    """Name in `models/names.py` of a Hugging Face tensor name; None when it has none."""
-    top = {EMBEDDING: "embedding.weight", "model.norm.weight": "final_norm.weight", HEAD: "head.weight"}
-    if name in top:
-        return top[name]
-    if match := _LAYER.fullmatch(name):
-        parts = _PARTS | (_SANDWICH_NORMS if spec.sandwich_norms else _PLAIN_NORMS)
-        if match[2] in parts:
-            return f"layers.{match[1]}.{parts[match[2]]}.{match[3]}"
+    """Name in `models/names.py` of a Hugging Face tensor that is one weight as it stands; None for any other."""
+    names = FAMILIES[spec.architecture].names
+    for prefix in names.prefixes:
+        parts = parts_of(name, spec, names, prefix)
+        if parts is not None and len(parts) == 1:
+            return parts[0].name
     return None
 
 
@@ -142,22 +124,34 @@ class SafetensorsFiles:
         part = self._open(self._file_of[name]).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
-    def stored(self, name: str) -> StoredRows | None:
-        """The rows of a matrix in a map of its file; None for what is no matrix of a type with a number."""
+    def stored(self, name: str, index: tuple[int | slice, ...] = ()) -> StoredRows | None:
+        """The rows of a matrix in a map of its file; None for what is no matrix of a type with a number.
+
+        index: numbers, then at most one slice, which cut a matrix out of the tensor; its rows lie together.
+        """
         dtype, shape = self.describe(name)
-        if dtype not in KINDS or len(shape) != 2:
+        if dtype not in KINDS:
+            return None
+        first, rows = 0, shape
+        for cut in index:
+            low, high = (cut, cut + 1) if isinstance(cut, int) else cut.indices(rows[0])[:2]
+            first += low * prod(rows[1:])
+            rows = rows[1:] if isinstance(cut, int) else (high - low, *rows[1:])
+        if len(rows) != 2:
             return None
         path = self._file_of[name]
         if path not in self._maps:
             self._maps[path] = _map(path)
         content, header = self._maps[path]
         (header_bytes,) = struct.unpack_from("<Q", content)
-        offset = 8 + header_bytes + header[name]["data_offsets"][0]
+        offset = 8 + header_bytes + header[name]["data_offsets"][0] + first * FLOATS[dtype]
         address = np.frombuffer(content, dtype=np.uint8, offset=offset).ctypes.data
-        return StoredRows(int(address), KINDS[dtype], shape[0], shape[1], content)
+        return StoredRows(int(address), KINDS[dtype], rows[0], rows[1], content)
 
-    def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor, or the part of it that `index` cuts out along its first dimensions."""
+        handle = self._open(self._file_of[name])
+        tensor: torch.Tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         return tensor
 
 
@@ -185,14 +179,16 @@ def head_state(files: SafetensorsFiles, scheme: Scheme | None = None) -> HeadSta
     """What the files hold as output head. Only a head of the embedding's shape and first row is compared in full."""
     if scheme is not None and "lm_head" in find_packed(files, scheme):
         return "own"
-    if HEAD not in files:
+    head = next((name for name in HEADS if name in files), None)
+    embedding = next((name for name in EMBEDDINGS if name in files), None)
+    if head is None:
         return "absent"
-    if EMBEDDING not in files:
+    if embedding is None:
         return "only"
-    if files.describe(HEAD) != files.describe(EMBEDDING):
+    if files.describe(head) != files.describe(embedding):
         return "own"
-    head, embedding = files.read(HEAD), files.read(EMBEDDING)
-    return "equal" if torch.equal(head[:1], embedding[:1]) and torch.equal(head, embedding) else "own"
+    ours, theirs = files.read(head), files.read(embedding)
+    return "equal" if torch.equal(ours[:1], theirs[:1]) and torch.equal(ours, theirs) else "own"
 
 
 def open_safetensors(
@@ -207,27 +203,25 @@ def open_safetensors(
     expected = weight_shapes(spec)
     packed = {} if scheme is None else find_packed(files, scheme)
     taken = {name for module in packed.values() for name in module.found.names.values()}
+    names = FAMILIES[spec.architecture].names
+    prefix = names.prefix_in(files.names())
     for name in files.names():
         if name in taken:
             continue
-        canonical = canonical_name(name, spec)
-        if canonical == "head.weight" and spec.tied_head:
-            if EMBEDDING in files:
+        parts = parts_of(name, spec, names, prefix)
+        if parts is not None and parts[0].name == "head.weight" and spec.tied_head:
+            if f"{prefix}{names.embedding}.weight" in files:
                 continue  # an equal copy, see `head_state`
-            canonical = "embedding.weight"  # tied, and only the other name of the pair was saved
-        if canonical not in expected and is_empty_bias(files, name, packed):
+            parts = (Part("embedding.weight"),)  # tied, and only the other name of the pair was saved
+        if (parts is None or parts[0].name not in expected) and is_empty_bias(files, name, packed):
             continue
-        if canonical is None:
-            if not any(pattern.fullmatch(name) for pattern in HARMLESS):
+        if parts is None:
+            if HARMLESS.fullmatch(name) is None:
                 unused.append(name)
             continue
-        dtype, shape = files.describe(name)
-        if dtype not in FLOATS:
-            raise ModelError(f"{files.directory}: {name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
-        size = FLOATS[dtype]
-        for side in shape:
-            size *= side
-        entries[canonical] = Entry(name, shape, size, _reader(files, name, canonical, spec), _stored(files, name))
+        for part, shape in zip(parts, _part_shapes(files, name, parts), strict=True):
+            size = FLOATS[files.describe(name)[0]] * prod(shape)
+            entries[part.name] = Entry(name, shape, size, _reader(files, name, part, spec), _stored(files, name, part))
     if scheme is not None:
         where = str(files.directory)
         more, idle = packed_entries(where, scheme, packed, entries, lambda name: canonical_name(name, spec))
@@ -236,11 +230,26 @@ def open_safetensors(
     return LazyWeights(entries, on_progress)
 
 
-def _reader(files: SafetensorsFiles, name: str, canonical: str, spec: ModelSpec) -> Callable[[], torch.Tensor]:
-    if is_norm(canonical) and spec.norm_offset:
+def _part_shapes(files: SafetensorsFiles, name: str, parts: tuple[Part, ...]) -> list[Shape]:
+    """Shape of each part. A tensor that does not divide into its parts keeps its own shape, which will not fit."""
+    dtype, shape = files.describe(name)
+    if dtype not in FLOATS:
+        raise ModelError(f"{files.directory}: {name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+    whole = torch.empty(shape, device="meta")
+    try:
+        shapes = [tuple(part.take(whole).shape) for part in parts]
+    except (IndexError, RuntimeError):
+        return [shape] * len(parts)
+    return shapes if sum(map(prod, shapes)) == prod(shape) else [shape] * len(parts)
+
+
+def _reader(files: SafetensorsFiles, name: str, part: Part, spec: ModelSpec) -> Callable[[], torch.Tensor]:
+    if is_norm(part.name) and spec.norm_offset:
         return lambda: files.read(name).float() + 1.0
-    return lambda: files.read(name)
+    return lambda: part.arranged(files.read(name, part.index))
 
 
-def _stored(files: SafetensorsFiles, name: str) -> Callable[[], StoredRows | None]:
-    return lambda: files.stored(name)
+def _stored(files: SafetensorsFiles, name: str, part: Part) -> Callable[[], StoredRows | None]:
+    if part.change is not None or any(isinstance(cut, slice) for cut in part.index[:-1]):
+        return lambda: None
+    return lambda: files.stored(name, part.index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 from octavo.core.weight_format import WeightFormat
 from octavo.errors import ConfigError
@@ -218,10 +219,32 @@ class NativeOps:
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Optional per-head RMS norm, then rotate halves: q [T, Hq, d], k [T, Hkv, d] (any token stride), d even."""
+        if cos.shape[-1] < q.shape[-1]:
+            return self._partial_rotary(q, k, cos, sin, q_norm, k_norm, eps)
         cos, sin = _float(cos, q.shape[-1], "cos"), _float(sin, q.shape[-1], "sin")
         if q_norm is None or k_norm is None:
             q_norm = k_norm = None
         return self._rotate(q, cos, sin, q_norm, eps), self._rotate(k, cos, sin, k_norm, eps)
+
+    def _partial_rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first numbers of each head are rotated, the others copied."""
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        dim, turned = cos.shape[-1], []
+        cos, sin = _float(cos, dim, "cos"), _float(sin, dim, "sin")
+        for x in (q, k):
+            part = self._rotate(x[..., :dim].contiguous(), cos, sin, None, eps)
+            turned.append(torch.cat((part, x[..., dim:]), dim=-1))
+        return turned[0], turned[1]
 
     def _rotate(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor | None, eps: float
@@ -252,14 +275,43 @@ class NativeOps:
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         """gate_up [..., 2I] -> act(gate) * up [..., I]; kind: silu, gelu_tanh, gelu (about 1e-7 relative)."""
+        if kind == "relu":
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.relu(gate) * up
         if kind not in _KINDS:
-            raise ConfigError(f"activation {kind!r}: must be one of {', '.join(_KINDS)}")
+            raise ConfigError(f"activation {kind!r}: must be one of relu, {', '.join(_KINDS)}")
         flat = _as_rows(gate_up)
         inner = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
         code = _code(gate_up)
         self._native.gate(flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, _KINDS[kind], code)
         return out
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """x [..., I] -> act(x); kind: silu, gelu_tanh, gelu, relu.
+
+        Through the gated form against ones: the library's own functions round a number by its place in memory.
+        """
+        if kind == "relu":
+            return F.relu(x)
+        wide = x.new_ones((*x.shape[:-1], 2 * x.shape[-1]))
+        wide[..., : x.shape[-1]] = x
+        return self.gated_activation(wide, kind)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """Through torch, in float32, each row on its own; x's dtype out."""
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layer norm of the sum, residual + x)."""
+        total = residual + x
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        """As `linear` of a weight that is never quantised."""
+        return NativeLinear(weight, bias)
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [R, V] -> int64 [R]: the first index of each row's largest value (a NaN counts as largest)."""
