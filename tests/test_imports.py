@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
-    "builder": "engine", "speculation": "engine", "door": "engine", "engine_stats": "engine",
+    "attention_settings": "engine", "builder": "engine", "speculation": "engine", "door": "engine", "engine_stats": "engine",
     "overlapping": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from octavo.config import Choice, EngineConfig, Facts, Resolved, resolve
+from octavo.attention_settings import settle_blocks
+from octavo.config import DEFAULT_BLOCK_SIZE, Choice, EngineConfig, Facts, Resolved, resolve
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
@@ -38,8 +39,8 @@ from octavo.runner.model_runner import ModelRunner, Profile
 from octavo.speculation import load_draft, settle_speculation
 
 # The cost rule of preemption ("auto"), in rough figures of the device: bytes/s of a block move, FLOP/s of a product.
-MOVE_BYTES_PER_S = {"cpu": 8e9, "cuda": 20e9}
-FLOPS = {"cpu": 100e9, "cuda": 100e12}
+MOVE_BYTES_PER_S = {"cpu": 8e9, "accelerator": 20e9}
+FLOPS = {"cpu": 100e9, "accelerator": 100e12}
 
 
 class Instrument(Profile, Protocol):
@@ -69,6 +70,7 @@ def build_engine(
     model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
     _check_impl(config, model)
     check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
+    config, chosen = settle_blocks(config, model.spec, dtype, where)
     target_layout = layout = layout_for(config, model.spec, dtype.itemsize)
     guide = load_draft(config, model, layout, dtype, device, ops, report)
     if guide is not None:
@@ -76,6 +78,7 @@ def build_engine(
     budget = _budget(config, model, target_layout, dtype, device)
     longest = min(m.spec.max_position_embeddings for m in ((model,) if guide is None else (model, guide.model)))
     resolved = resolve(config, _facts(config, longest, layout, budget, device, dtype))
+    resolved = Resolved(resolved.config, (*chosen, *resolved.choices))
     resolved = _settle_swap(_settle_impl(resolved, model), layout, device)
     final = resolved.config
     assert final.num_blocks is not None and final.max_model_len is not None and final.swap_bytes is not None
@@ -163,7 +166,7 @@ def layout_for(config: EngineConfig, spec: ModelSpec, itemsize: int) -> KVLayout
     """Groups of layers over the pool; the static baseline and `hybrid_kv=False` keep one table for all layers."""
     return build_layout(
         spec.windows,
-        block_size=config.block_size,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         bytes_per_token_layer=kv_bytes_per_token_layer(
             config.kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=itemsize
         ),
@@ -195,7 +198,7 @@ def scheduler_settings(
 
 def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
     """What moving one block out and back costs, in tokens computed in the same time."""
-    kind = "cuda" if device.startswith("cuda") else "cpu"
+    kind = "cpu" if device == "cpu" else "accelerator"
     width = spec.num_heads * spec.head_dim + 2 * spec.num_kv_heads * spec.head_dim + spec.num_heads * spec.head_dim
     per_layer = spec.hidden_size * (width + 3 * spec.intermediate_size)
     token_seconds = 2 * spec.num_layers * per_layer / FLOPS[kind]

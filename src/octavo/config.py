@@ -16,6 +16,7 @@ from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEFAULT_BLOCK_SIZE = 16  # tokens; where the device's operators have a size of their own, that one
 MIB = 1 << 20
 
 
@@ -47,7 +48,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -79,7 +80,7 @@ class EngineConfig:
             if not (isinstance(value, str) and value) and not (name == "tokenizer" and value is None):
                 raise ConfigError(f"{name}={value!r}: must be a name or a path, as a string")
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
-        self._choice("device", ("auto", "cpu", "cuda"))
+        self._choice("device", ("auto", "cpu", "cuda", "npu"))
         parse_kv_dtype(self.kv_cache_dtype)
         parse_weight_format(self.quantization)
         object.__setattr__(self, "speculative", parse_speculative(self.speculative))
@@ -91,7 +92,7 @@ class EngineConfig:
         if self.overlap != "auto" and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r}: must be auto, True or False")
         # Not by `in` alone: True is equal to 1, and 16.0 to 16.
-        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
+        if self.block_size is not None and (type(self.block_size) is not int or self.block_size not in BLOCK_SIZES):
             raise ConfigError(f"block_size={self.block_size!r}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
         for name in (
             "num_blocks",
@@ -198,6 +199,8 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
 
     choose("dtype", facts.dtype, "as asked" if config.dtype != "auto" else "fastest exact dtype of this device")
     choose("device", facts.device, "as asked" if config.device != "auto" else "the device found")
+    if config.block_size is None:
+        choose("block_size", DEFAULT_BLOCK_SIZE, "the default")
     if config.kv_cache_dtype == "auto":
         choose("kv_cache_dtype", "auto", f"keys and values in {facts.dtype}, as they are computed")
     if config.cpu_kv_bytes is not None:
@@ -233,7 +236,7 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
                 f"the KV pool is too small: one sequence of max_model_len={wanted} tokens needs {needed} blocks "
                 f"({needed * facts.bytes_per_block / MIB:.1f} MiB), the pool has {num_blocks} "
                 f"({num_blocks * facts.bytes_per_block / MIB:.1f} MiB). Longest length that fits: {fits}. "
-                f"{remedy} num_blocks or {'gpu_memory_utilization' if facts.device == 'cuda' else 'cpu_kv_bytes'}."
+                f"{remedy} num_blocks or {'cpu_kv_bytes' if facts.device == 'cpu' else 'gpu_memory_utilization'}."
             )
         choose("max_model_len", fits, f"the pool holds {fits} of the model's {facts.model_max_len} positions")
     elif config.max_model_len is None:

@@ -44,7 +44,7 @@ class LLM:
         tokenizer: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,

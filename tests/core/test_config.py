@@ -85,7 +85,7 @@ def test_open_settings_are_settled_and_reported() -> None:
     assert set(report) == {f.name for f in fields(EngineConfig)}
     assert report["num_blocks"] == {"asked": None, "chosen": 40, "why": "a part of the memory"}
     assert report["max_model_len"]["why"] == "the pool holds 640 of the model's 1024 positions"
-    assert report["block_size"] == {"asked": 16, "chosen": 16, "why": "default"}
+    assert report["block_size"] == {"asked": None, "chosen": 16, "why": "the default"}
     assert resolve(EngineConfig(block_size=8), FACTS).report()["block_size"]["why"] == "as asked"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.utils
 
 from helpers import npu_device
 from helpers.npu_device import NpuTensor
@@ -302,6 +303,9 @@ def install(
     total: int = 4 * GIB,
 ) -> ModuleType:
     """Give this process an NPU until the test ends. Pinned memory is not emulated: it is plain host memory."""
+    # That library remembers its answer for the rest of the process, and would call operators that are not here.
+    if "torch_npu" not in sys.modules:
+        assert not transformers.utils.is_torch_npu_available()
     npu_device.register()
     monkeypatch.setattr(npu_device, "visible", True)
     monkeypatch.setattr(torch, "tensor", npu_device.tensor)

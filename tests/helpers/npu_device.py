@@ -87,7 +87,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def shell(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return shells[id(value)] if id(value) in shells else NpuTensor(value)
+        if id(value) in shells:
+            return shells[id(value)]
+        with torch.inference_mode(False):  # or a view of a tensor from outside of that mode could not be made inside
+            return NpuTensor(value)
 
     return tree_map(shell, result)
 

@@ -162,13 +162,11 @@ class _Model:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> _Model:
-        import torch
-
+        from octavo.devices import find_device
         from octavo.models.load import pick_dtype, read_spec
 
         config = make_config(**settings)
-        on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        dtype = pick_dtype(config.dtype, "cuda" if on_gpu else "cpu")
+        dtype = pick_dtype(config.dtype, find_device(config.device).kind)
         return cls(read_spec(config.model, config.load_format), dtype.itemsize, config.kv_cache_dtype)
 
     @property

@@ -96,14 +96,12 @@ def rate_of(parts: dict[str, Any]) -> float:
 
 def sizes(settings: dict[str, Any], cases: list[tuple[int, int]], steps: int) -> dict[str, Any]:
     """Settings that make room for the largest case."""
-    import torch
-
     from octavo.builder import layout_for
+    from octavo.devices import find_device
     from octavo.models.load import pick_dtype, read_spec
 
     config = make_config(**settings)
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    dtype = pick_dtype(config.dtype, "cuda" if on_gpu else "cpu")
+    dtype = pick_dtype(config.dtype, find_device(config.device).kind)
     layout = layout_for(config, read_spec(config.model, config.load_format), dtype.itemsize)
     return {
         "num_blocks": blocks_for(layout, cases, steps, CHUNK),

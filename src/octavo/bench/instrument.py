@@ -147,16 +147,14 @@ class _TimedLinear:
 
 def build_profiled(settings: dict[str, Any], **more: Any) -> tuple[Engine, StepProfile]:
     """An engine that is watched from inside."""
-    import torch
-
     from octavo.builder import build_engine
+    from octavo.devices import find_device
 
     profile, progress = StepProfile(), LoadProgress()
     try:
         engine = build_engine(make_config(**{**settings, **more}), progress, profile)
     finally:
         progress.close()
-    if engine.config.device.startswith("cuda"):
-        profile.wait = torch.cuda.synchronize
+    profile.wait = find_device(engine.config.device).synchronize
     profile.reset()
     return engine, profile

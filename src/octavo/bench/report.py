@@ -116,17 +116,18 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     """What the engine chose: model, dtype, device, threads, kernels and pool."""
     import torch
 
+    from octavo.devices import find_device
     from octavo.kernels import cpu
 
     config = engine.config
-    on_gpu = config.device.startswith("cuda")
+    on_host = config.device == "cpu"
     return {
         "model": config.model,
         "dtype": config.dtype,
-        "device": torch.cuda.get_device_name() if on_gpu else config.device,
+        "device": config.device if on_host else find_device(config.device).name,
         "threads": torch.get_num_threads(),
         "attention": config.attention_backend,
-        "instruction_set": "" if on_gpu else (cpu.instruction_set() or "torch only"),
+        "instruction_set": (cpu.instruction_set() or "torch only") if on_host else "",
         "block_size": config.block_size,
         "num_blocks": config.num_blocks,
         "max_model_len": config.max_model_len,

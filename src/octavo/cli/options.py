@@ -76,8 +76,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help="of weights: auto (as the file is), int8, int4, int4:128, gguf, fp8 (GPU)",
     )
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"))
+    group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16; npu: 128)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (default: from memory)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences per step (64)")

@@ -130,6 +130,10 @@ def check_kv_dtype(kv_dtype: str, device: str, head_dim: int | None = None) -> N
             f"kv_cache_dtype={kv_dtype!r}: a CPU has no instructions for 8-bit floats, so fp8 would cost time and save "
             f"nothing against int8, which is also more exact (7 bits instead of 3); use int8 here"
         )
+    if "fp8" in names and device == "npu":
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r}: fp8 keys and values are read by the GPU kernels only; use int8 or auto on npu"
+        )
     if "int4" in names and head_dim is not None and head_dim % GROUP:
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r}: int4 keeps one multiplier per {GROUP} numbers, and this model's heads have "

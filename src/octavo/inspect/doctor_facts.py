@@ -78,8 +78,8 @@ class Facts:
         """The setting that decides the size of the pool here."""
         if self.asked("num_blocks") is not None:
             return "num_blocks"
-        on_gpu = str(self.hardware.get("device", "cpu")).startswith("cuda")
-        return "gpu_memory_utilization" if on_gpu else "cpu_kv_bytes"
+        on_host = self.hardware.get("device", "cpu") == "cpu"
+        return "cpu_kv_bytes" if on_host else "gpu_memory_utilization"
 
     def more_blocks(self, blocks: int) -> str:
         """The remedy of a pool that is too small, in the words of the setting that made it."""

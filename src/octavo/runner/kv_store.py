@@ -18,6 +18,7 @@ import torch
 from octavo.core.kv_format import parse_kv_dtype
 from octavo.core.kv_layout import KVLayout
 from octavo.core.step import BlockTransfer, TransferKind
+from octavo.devices import device_of
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.kernels.quantized_kv import quantized_shape
@@ -64,8 +65,9 @@ class KVStore:
         kv = _allocate("num_blocks", num_blocks, shape, per_block, dtype, device)
         host = None
         if num_host_blocks:
+            pinned_for = None if device.type == "cpu" else device
             host = _allocate(
-                "swap_bytes", num_host_blocks, shape, per_block, dtype, torch.device("cpu"), pin=device.type == "cuda"
+                "swap_bytes", num_host_blocks, shape, per_block, dtype, torch.device("cpu"), pinned_for=pinned_for
             )
         return cls(KVCache(kv, layout), host)
 
@@ -133,7 +135,7 @@ def _allocate(
     per_block: int,
     dtype: torch.dtype,
     device: torch.device,
-    pin: bool = False,
+    pinned_for: torch.device | None = None,
 ) -> torch.Tensor:
     needed = count * per_block
     available = available_bytes(device)
@@ -144,16 +146,18 @@ def _allocate(
             f"memory, {available / MIB:.1f} MiB are available; at most {fits} blocks fit. Lower {setting}"
         )
     try:
-        if device.type == "cpu" and not pin:
+        if pinned_for is not None:
+            kv = device_of(pinned_for).pinned((count, *shape), dtype).zero_()
+        elif device.type == "cpu":
             # calloc hands out untouched zero pages; torch.zeros would write every byte of gigabytes at start.
             kv = torch.from_numpy(np.zeros(needed, np.uint8)).view(dtype).view(count, *shape)
         else:
-            kv = torch.zeros((count, *shape), dtype=dtype, device=device, pin_memory=pin)
+            kv = torch.zeros((count, *shape), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{setting}: the {device.type} allocator refused {needed / MIB:.1f} MiB for {count} blocks although "
             f"{available / MIB:.1f} MiB are available ({error}). Lower {setting}"
         ) from error
-    if device.type == "cpu" and not pin:
+    if device.type == "cpu" and pinned_for is None:
         advise_huge_pages(kv)
     return kv
