@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+IMPLEMENTATIONS = {
+    "octavo": "Octavo's own decoder",
+    "transformers": "transformers (its code around Octavo's paged attention), slower than the own decoder",
+}
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 
@@ -32,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"), default="auto")
+    parser.add_argument("--model-impl", choices=("auto", "octavo", "transformers"), default="auto")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.set_defaults(run=run)
 
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Read the spec and print the tables."""
     from octavo.models.load import read_spec
 
-    spec = read_spec(args.model, args.load_format)
+    spec = read_spec(args.model, args.load_format, args.model_impl)
     check_kv_dtype(args.kv_cache_dtype, "any", spec.head_dim)
     facts = describe(spec, args.dtype, args.block_size, args.kv_cache_dtype)
     if args.json:
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def num_parameters(spec: ModelSpec) -> int:
     """Weights of the model; a tied head counts once."""
+    if "num_parameters" in spec.extra:  # counted by transformers, whose layers need not be of the shape below
+        return int(spec.extra["num_parameters"])
     hidden, query, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = hidden * (query + 2 * kv) + query * hidden
     attention += (query + 2 * kv) * spec.qkv_bias + hidden * spec.out_bias + 2 * spec.head_dim * spec.qk_norm
@@ -92,6 +99,7 @@ def describe(spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto
     parameters = num_parameters(spec)
     return {
         "architecture": spec.architecture,
+        "model_impl": spec.extra.get("model_impl", "octavo"),
         "num_parameters": parameters,
         "weight_bytes": {name: parameters * size for name, size in DTYPE_BYTES.items()},
         "dtype": dtype,
@@ -113,6 +121,7 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
     attention = f"{spec.num_heads} query heads, {spec.num_kv_heads} key/value heads of {spec.head_dim}"
     shape = [
         ("architecture", spec.architecture),
+        ("runs through", IMPLEMENTATIONS[spec.extra.get("model_impl", "octavo")]),
         ("layers", f"{spec.num_layers}" + (f" ({windowed} with a window of {windows[0]})" if windows else "")),
         ("hidden / mlp", f"{spec.hidden_size} / {spec.intermediate_size}"),
         ("attention", attention + (", normed" if spec.qk_norm else "")),
@@ -120,6 +129,7 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
         ("positions", str(spec.max_position_embeddings)),
         ("rotary", "; ".join(f"{r.kind}, base {r.base:g}" for r in spec.rotaries)),
     ]
+    shape = [row for row in shape if row[1]]
     weights = [("parameters", f"{facts['num_parameters'] / 1e6:.1f} million")]
     weights += [(name, format_bytes(size)) for name, size in facts["weight_bytes"].items()]
     cache = [

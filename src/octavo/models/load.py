@@ -37,6 +37,7 @@ from octavo.models.safetensors_loader import (
 from octavo.models.spec import ModelSpec
 from octavo.models.transformers_decoder import TransformersDecoder
 from octavo.models.transformers_loader import choose_impl
+from octavo.models.weight_size import StoredSizes
 from octavo.models.weights import LazyWeights, Progress
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class _Source:
             raise ModelError(f"{path}: {str(error).removeprefix('config: ').removeprefix(f'{path}: ')}") from error
         self.spec = self._with_ends(spec)
 
+    @property
+    def is_gguf(self) -> bool:
+        return self._gguf is not None
+
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, eos_token_ids=_generation_ends(self.files.path) or spec.eos_token_ids)
 
@@ -158,13 +163,30 @@ def read_spec(name: str, load_format: str = "auto", model_impl: str = "auto") ->
 
     Raises `ModelError`.
     """
+    return _examined(name, load_format, model_impl).spec
+
+
+def read_sizes(name: str, load_format: str = "auto", model_impl: str = "auto") -> StoredSizes:
+    """What a model's files say of the size of its weights, from headers alone. Raises `ModelError`."""
+    source = _examined(name, load_format, model_impl)
+    packed: dict[str, int] = {}
+    if source.scheme is not None and load_format != "dummy":
+        weights = source.weights(torch.float32, None, None)
+        packed = {name: weights.num_bytes(name) for name in weights if weights.is_quantized(name)}
+    elif source.is_gguf:
+        weights = source.weights(torch.float32, None, None)
+        packed = {name: weights.num_bytes(name) for name in weights if weights.is_matrix(name)}
+    return StoredSizes(source.spec, packed, source.scheme and source.scheme.describe(), source.is_gguf)
+
+
+def _examined(name: str, load_format: str, model_impl: str) -> _Source:
     source = _Source(resolve_model(name, load_format), load_format, model_impl)
     if source.foreign is not None and source.foreign.spec is None:
         raise ModelError(
             f"{source.files.path}: runs through transformers, where its layers are known only with its weights "
             f"({source.foreign.why_not_examined}); load it to see them in the settings report"
         )
-    return source.spec
+    return source
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -191,6 +213,8 @@ def load_model(
     on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
+    if source.foreign is not None:
+        source.foreign.announce(config, source.impl_why)
     decoder, weights = source.decoder(dtype, device, ops, config.seed, on_progress)
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)

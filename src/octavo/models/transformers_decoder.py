@@ -9,8 +9,9 @@ Linear layers go through `Ops` where that is faster (the native kernels), so a r
 there either.
 
 Invariant: every forward pass makes exactly the attention calls that were found when the model was examined, in their
-order; anything else is an error, never a silent answer. `check_rows` has shown before anything is served that a row's
-result depends on its token, its position and what attention returns, and on nothing else.
+order; anything else is an error, never a silent answer. Before anything is served,
+`check_parity` has shown that the answer is that of the library's own attention, and `check_rows` that a row's result
+depends on its token, its position and what attention returns, and on nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from octavo.models.transformers_probe import NAME, AttentionCall, Examined
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
 
-#: Share of the weights that may stay outside linear layers and embeddings for 16-bit weights to run with wide activations.
+#: Share of the weights outside linear layers and embeddings up to which 16-bit weights run with wide activations.
 _SMALL = 0.02
 
 
@@ -70,11 +71,15 @@ def attention(
 
 
 class _OpsLinear(nn.Module):
-    """A linear layer computed by `Ops`, over a weight packed once."""
+    """A linear layer computed by `Ops`, over a weight packed once.
 
-    def __init__(self, product: Linear) -> None:
+    Some models ask a layer for its weight's dtype or device; what is left here tells them, and has no numbers.
+    """
+
+    def __init__(self, product: Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.product = product
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
@@ -96,7 +101,7 @@ class _Rows(nn.Module):
 
 
 class _Given(nn.Module):
-    """In the place of the model below the head: hands over hidden states computed before, in the same kind of output."""
+    """In the place of the model below the head: hands over hidden states, in the same kind of output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +115,7 @@ class _Given(nn.Module):
 class TransformersDecoder:
     """The interface of `models.decoder.Decoder` over a loaded transformers model. See the module.
 
-    Raises `ModelError` when the model's rows depend on one another, see `check_rows`.
+    Raises `ModelError` when one of the checks fails, see `check_parity` and `check_rows`.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class TransformersDecoder:
         self._ops = ops
         self._model = model
         self._pass = _Pass(spec, examined.calls)
+        expected = self._plain_logits()
         model.set_attn_implementation(NAME)
         for module in examined.modules:
             module.octavo_pass = self._pass  # type: ignore[assignment]
@@ -136,6 +142,7 @@ class TransformersDecoder:
         self.activation_dtype: torch.dtype = self._body_dtype
         kept = {id(p): p for module in (model, self._body) for p in module.parameters()}
         self.weight_bytes = packed_bytes + sum(p.numel() * p.element_size() for p in kept.values())
+        self.check_parity(expected)
         self.check_rows()
 
     def finish_loading(self) -> None:
@@ -185,7 +192,7 @@ class TransformersDecoder:
         if name not in self._linears:
             raise KeyError(name)
         path, _, last = name.removeprefix(self._prefix).rpartition(".")
-        setattr(self._body.get_submodule(path) if path else self._body, last, _OpsLinear(linear))
+        setattr(self._body.get_submodule(path) if path else self._body, last, _OpsLinear(linear, self.activation_dtype))
         self._linears[name] = linear
 
     # -- before serving --------------------------------------------------------------------------------------------
@@ -237,12 +244,12 @@ class TransformersDecoder:
             product = self._ops.linear(module.weight.detach(), module.bias)
             total += module.weight.numel() * module.weight.element_size()
             self._share_rows(module.weight, product)
-            self._set(name, _OpsLinear(product))
+            self._set(name, _OpsLinear(product, self._body_dtype))
             if name in self._linears:
                 self._linears[name] = product
         return total
 
-    def _share_rows(self, weight: nn.Parameter, product: Any) -> None:
+    def _share_rows(self, weight: torch.Tensor, product: Any) -> None:
         """A plain embedding tied to a product that can give its rows back needs no copy of its own."""
         embedding = self._body.get_input_embeddings()
         if type(embedding) is nn.Embedding and embedding.weight is weight and hasattr(product, "rows"):
@@ -280,6 +287,29 @@ class TransformersDecoder:
         owner, last = self._owner(name)
         setattr(owner, last, module)
 
+    def _some_ids(self) -> torch.Tensor:
+        return torch.arange(1, 9, device=self.device) % self.spec.vocab_size
+
+    @torch.inference_mode()
+    def _plain_logits(self) -> torch.Tensor:
+        """float32 [8, V] of a few tokens, by the library alone."""
+        self._model.set_attn_implementation("eager")
+        ids = self._some_ids()
+        logits: torch.Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
+        return logits.float()
+
+    @torch.inference_mode()
+    def check_parity(self, expected: torch.Tensor) -> None:
+        """The logits of a few tokens are `expected`, those of the library's own attention. Raises `ModelError`."""
+        ids = self._some_ids()
+        hidden = self.forward(ids, torch.arange(len(ids), device=self.device), _Dense(self.spec))  # type: ignore[arg-type]
+        distance = _distance(self.logits(hidden), expected)
+        if not distance <= (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise ModelError(
+                f"{type(self._model).__name__}: with paged attention its logits differ from the library's own by "
+                f"{distance:.1e} of the largest: its attention does something that nothing here knows of"
+            )
+
     @torch.inference_mode()
     def check_rows(self) -> None:
         """Two tokens in two batches: other neighbours, another order, one neighbour as far back as positions go.
@@ -306,6 +336,31 @@ class TransformersDecoder:
         tokens = torch.tensor(ids, device=where) % vocabulary
         hidden = self.forward(tokens, torch.tensor(positions, device=where), local)  # type: ignore[arg-type]
         return [*local.seen, hidden]
+
+
+class _Dense:
+    """Causal attention over the tokens of one pass, by the definition, for `check_parity`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value [T, Hkv, d]."""
+        groups = self._spec.num_heads // self._spec.num_kv_heads
+        self._key, self._value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """query [T, Hq, d] -> the same."""
+        spec = self._spec
+        scores = torch.einsum("qhd,khd->hqk", query.float(), self._key) * spec.scale
+        if (cap := spec.attention_softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        place = torch.arange(len(query), device=query.device)
+        behind = place[:, None] - place[None]
+        window = spec.windows[layer]
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, self._value).to(query.dtype)
 
 
 class _Local:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.logs import logger
 from octavo.models.config_reader import spec_from_config
 from octavo.models.safetensors_loader import SafetensorsFiles, read_json
@@ -23,6 +23,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.transformers_probe import PROBE, AttentionCall, Examined, examine, register
 
 if TYPE_CHECKING:
+    from octavo.config import EngineConfig
     from octavo.kernels.ops import Ops
     from octavo.models.resolve import ModelFiles
     from octavo.models.transformers_decoder import TransformersDecoder
@@ -75,6 +76,15 @@ class TransformersModel:
         except Exception as error:  # whatever the library's code raises on tensors without data
             self.why_not_examined = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
+    def announce(self, config: EngineConfig, why: str) -> None:
+        """Say in the log whose code will compute. Raises `ConfigError` for what only the own decoder can do."""
+        if config.quantization not in (None, "auto"):
+            raise ConfigError(
+                f"quantization={config.quantization!r} needs Octavo's own decoder, and {config.model} runs through "
+                f"transformers ({why}); leave quantization out"
+            )
+        logger.warning("%s runs through transformers, slower than Octavo's own decoder: %s", config.model, why)
+
     def _read_config(self) -> Any:
         raw = read_json(self.directory / "config.json")
         where = self.directory / "config.json"
@@ -111,7 +121,8 @@ class TransformersModel:
                 self.config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=False
             )
         except Exception as error:
-            raise ModelError(f"{self.directory}: transformers cannot build the model: {error}") from error
+            why = "it has no place for another attention" if PROBE in str(error) else f"transformers: {error}"
+            raise ModelError(f"{self.directory}: the model cannot be built: {why}") from error
         return check_kind(model.eval())
 
     def load(self, dtype: torch.dtype, device: torch.device | str, seed: int | None) -> Any:
@@ -125,6 +136,7 @@ class TransformersModel:
                     model, report = self.library.AutoModelForCausalLM.from_pretrained(
                         str(self.directory), config=self.config, dtype=dtype, attn_implementation=PROBE,
                         local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                        ignore_mismatched_sizes=True,  # reported with the others, below
                     )  # fmt: skip
                 except Exception as error:
                     raise ModelError(f"{self.directory}: transformers cannot load the weights: {error}") from error
@@ -193,8 +205,8 @@ def refuse_config(config: Any, where: str) -> None:
     other = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _LAYERS)
     if other:
         raise ModelError(
-            f"{where}: layer_types holds {', '.join(other)}; supported: {', '.join(sorted(_LAYERS))} (other layers keep "
-            "another state than keys and values, or another mask)"
+            f"{where}: layer_types holds {', '.join(other)}; supported: {', '.join(sorted(_LAYERS))} (others "
+            "keep another state than keys and values, or another mask)"
         )
     if getattr(text, "num_kv_shared_layers", None):
         raise ModelError(
@@ -303,7 +315,13 @@ def build_decoder(
         )  # fmt: skip
         spec = replace(spec, max_position_embeddings=shorter)
     source.spec = spec
-    return TransformersDecoder(model, spec, examined, ops, dtype, device)
+    try:
+        return TransformersDecoder(model, spec, examined, ops, dtype, device)
+    except OctavoError:
+        raise
+    except Exception as error:  # the library's code, in a place it was not written for
+        what = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{type(model).__name__} does not run with paged attention: {what}") from error
 
 
 def _first_length(config: Any) -> int | None:

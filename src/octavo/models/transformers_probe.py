@@ -23,13 +23,12 @@ from octavo.errors import ModelError
 
 NAME, PROBE = "octavo", "octavo_probe"
 #: Arguments of the attention function that change nothing here: bookkeeping of the library, or handled by name below.
-_HARMLESS = frozenset(
-    """
+_WORDS = """
     position_ids cache_position position_embeddings dropout use_cache output_attentions output_hidden_states
     output_router_logits return_dict logits_to_keep sliding_window scaling softcap is_causal cache past_key_values
     past_key_value attention_dropout num_items_in_batch layer_idx deterministic training
-""".split()
-)
+"""
+_HARMLESS = frozenset(_WORDS.split())
 _lock = threading.Lock()
 _listener: _Listener | None = None
 
@@ -127,7 +126,7 @@ def _first_model_inside(model: Any, found: list[str]) -> Iterator[None]:
     for name, module in model.named_modules():
         if name and isinstance(module, PreTrainedModel):
             handles.append(
-                module.register_forward_pre_hook(lambda _m, _a, name=name: found.append(name) if not found else None)  # type: ignore[misc]
+                module.register_forward_pre_hook(lambda _m, _a, name=name: found.append(name) if not found else None)
             )
     try:
         yield
