@@ -126,6 +126,11 @@ class PagedAttention(PagedRequests):
     # -- what it is --------------------------------------------------------------------------------------------
 
     @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self._spec.num_heads
+
+    @property
     def kv_blocks(self) -> torch.Tensor:
         """The pool: [num_blocks, layers of a group, 2, num_kv_heads, block_size, head_dim], or bytes if quantised."""
         return self._store.cache.kv
@@ -219,12 +224,16 @@ class PagedAttention(PagedRequests):
                 raise RequestError(f"attend(layer={layer}): {self._where()}; write(layer) comes first")
         return self._backend.attend(layer, query)
 
-    def end(self) -> None:
-        """All layers are written: the step's tokens are part of their contexts now."""
+    def end(self, *, keep_windows: bool = False) -> None:
+        """All layers are written: the step's tokens are part of their contexts now.
+
+        keep_windows: give nothing back behind sliding windows, so that more than this step can be truncated later;
+        `release_behind_windows` makes up for it.
+        """
         with self._lock:
             if not self._memory.step or self._written != self.num_layers:
                 raise RequestError(f"end: {self._where()}; a step ends after its last layer, or is aborted")
-            self._memory.commit()
+            self._memory.commit(keep_windows=keep_windows)
 
     def abort(self) -> None:
         """Forget the open step, if there is one: no context grew. The room it took stays with its requests."""

@@ -252,13 +252,11 @@ def test_behind_a_window_the_last_step_can_be_taken_back_and_no_more() -> None:
     with pytest.raises(RequestError, match="this request can be cut to 19 positions or more"):
         memory.truncate(1, 18)
     memory.truncate(1, 21)
-    memory.keep_windows = True
-    memory.begin([(1, 30)])
-    memory.commit()
-    memory.begin([(1, 1)])
-    memory.commit()
+    for count in (30, 1):
+        memory.begin([(1, count)])
+        memory.commit(keep_windows=True)
     assert memory.get(1).tables[0].first_live == 3
-    assert memory.release_behind_windows() == 8  # 52 written: 45 and later are needed, block 11 on
+    assert memory.release_behind_windows(1) == 8  # 52 written: 45 and later are needed, block 11 on
     memory.audit()
 
 

@@ -61,7 +61,6 @@ class RequestTables:
         self.pool = BlockPool(num_blocks)
         self.requests: dict[RequestId, PagedRequest] = {}
         self.step: tuple[StepRow, ...] = ()  # the open one; empty: none is
-        self.keep_windows = False  # True: nothing is given back behind a sliding window
         self.num_forks = self.num_copies = self.num_steps = self.peak_requests = 0
         self._allocation = PagedAllocation(self.pool, layout)
         self._next_seq_id = 0
@@ -215,15 +214,15 @@ class RequestTables:
         self.step = tuple(rows)
         return copies
 
-    def commit(self) -> None:
+    def commit(self, *, keep_windows: bool = False) -> None:
         """The open step's positions are written in all layers.
 
         Behind a window everything stays that the step's first new position could see, so that a whole step can be
-        taken back (guesses that turn out wrong).
+        taken back (guesses that turn out wrong). keep_windows: nothing is given back at all.
         """
         for row in self.step:
             row.request.context_len = row.end
-            if not self.keep_windows:
+            if not keep_windows:
                 self._allocation.release_behind_window(row.request, row.start)
         self.num_steps += bool(self.step)
         self.step = ()
@@ -232,9 +231,10 @@ class RequestTables:
         """Forget the open step: no context grew. The room it took stays with its requests."""
         self.step = ()
 
-    def release_behind_windows(self) -> int:
-        """Give back at once what the next token of each request cannot see; returns how many blocks."""
-        return sum(self._allocation.release_behind_window(r, r.context_len) for r in self.requests.values())
+    def release_behind_windows(self, request_id: RequestId) -> int:
+        """Give back at once what the next token cannot see; returns how many blocks. No truncation after it."""
+        request = self._idle(request_id, "release_behind_windows")
+        return self._allocation.release_behind_window(request, request.context_len)
 
     def describe_step(self) -> str:
         """The open step in words."""

@@ -122,6 +122,11 @@ class PagedRequests:
         with self._lock:
             return self._memory.truncate(request_id, seq_len)
 
+    def release_behind_windows(self, request_id: RequestId) -> int:
+        """Give back what the next token cannot see (after `end(keep_windows=True)`); returns how many blocks."""
+        with self._lock:
+            return self._memory.release_behind_windows(request_id)
+
     def free(self, request_id: RequestId) -> int:
         """End a request; returns how many blocks it held. Those that nobody else holds are free at once."""
         with self._lock:
