@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 #: Tests with a browser, sockets and processes of their own: a machine that stalls at the wrong moment is no bug.
 WITH_A_WORLD = (Path(__file__).parent / "browser", Path(__file__).parent / "server")
+
+# Triton decides when it is first imported, whoever does that, whether its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A process that was started in the background by a shell ignores Ctrl-C; tests press it, wherever they run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -87,7 +87,7 @@ class EngineConfig:
         self._choice("allocation", ("paged", "static"))
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._choice("model_impl", ("auto", "octavo", "transformers"))
-        self._choice("attention_backend", ("auto", "reference", "native"))
+        self._choice("attention_backend", ("auto", "reference", "native", "triton", "ascend"))
         self._choice("preemption", ("auto", "recompute", "swap"))
         if self.overlap != "auto" and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r}: must be auto, True or False")

@@ -1,9 +1,9 @@
 """`TritonAttention`: the kernels of attend.py, write.py and blocks.py behind the `AttentionBackend` interface.
 
 It picks sizes, checks shapes and launches; it reads no tensor back, so nothing here waits for the device, and what it
-launches depends on shapes alone: `plan`, `write` and `attend` may be recorded in a graph and replayed after the contents
-of the same tensors changed. For that, a batch may hold more rows than there are sequences: a row without queries is
-skipped, and so is a token whose slot is negative.
+launches depends on shapes alone: `plan`, `write` and `attend` may be recorded in a graph and replayed after the
+contents of the same tensors changed. For that, a batch may hold more rows than there are sequences: a row without queries
+is skipped, and so is a token whose slot is negative.
 
 It holds no tokens and does not check tables or slots: whoever builds the batch does (`runner/batch.py`), because a look
 at them would cost a synchronisation per step.
@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 import triton.language as tl
 
 from octavo.core.kv_format import KVFormat, parse_kv_dtype
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.quantized_kv import quantized_shape
-from octavo.kernels.triton import blocks, write
+from octavo.kernels.triton import blocks, why_unavailable
 from octavo.kernels.triton.jit import attend, rows
-from octavo.kernels.triton.runtime import capability, processors, why_unusable
+from octavo.kernels.triton.runtime import capability, interpreting, processors
 from octavo.kernels.triton.tuning import ROWS_AT_LEAST, Tiles, next_power_of_two, pick_tiles
+from octavo.kernels.triton.write import Pool, rotate_and_store, store
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch, KVCache
@@ -43,9 +43,7 @@ FIXED_SPLITS = 16  # in float32
 
 
 def mismatch(cache: KVCache, spec: ModelSpec) -> str:
-    """Why the kernels cannot serve this cache and model; empty when they can."""
-    if reason := why_unusable(cache.kv.device):
-        return reason
+    """Why the kernels cannot serve this cache and model; empty when they can. Not asked: whether they run at all."""
     layout, kv = cache.layout, cache.kv
     if spec.head_dim > MOST_HEAD_DIM or spec.head_dim % 8:
         return f"head_dim={spec.head_dim} is not a multiple of 8 of at most {MOST_HEAD_DIM}"
@@ -70,7 +68,7 @@ def mismatch(cache: KVCache, spec: ModelSpec) -> str:
 
 
 class TritonAttention:
-    """See the module. Raises ConfigError when `mismatch` has a reason.
+    """See the module. Raises ConfigError where `why_unavailable` has a reason.
 
     tiles: instead of the table's choice. splits: programs that share the keys of a decode row, instead of a choice per
     step.
@@ -78,8 +76,10 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, cache: KVCache, spec: ModelSpec, *, tiles: Tiles | None = None, splits: int | None = None) -> None:
-        if reason := mismatch(cache, spec):
+    def __init__(
+        self, cache: KVCache, spec: ModelSpec, *, tiles: Tiles | None = None, splits: int | None = None
+    ) -> None:
+        if reason := why_unavailable(cache, spec):
             raise ConfigError(f"attention_backend='triton' cannot be used: {reason}")
         layout, kv = cache.layout, cache.kv
         self._kv = kv
@@ -111,18 +111,20 @@ class TritonAttention:
         """Keep the batch's tensors; nothing is read or launched. Checks shapes: BoundsError."""
         count = batch.context_len.numel()
         if batch.query_start.numel() != count + 1:
-            raise BoundsError(f"query_start has {batch.query_start.numel()} entries for {count} rows: one more is needed")
+            raise BoundsError(
+                f"query_start has {batch.query_start.numel()} entries for {count} rows: one more is needed"
+            )
         if len(batch.block_tables) != self._groups or len(batch.slots) != self._groups:
             raise BoundsError(
-                f"{len(batch.block_tables)} block tables and {len(batch.slots)} slot lists for {self._groups} KV groups: "
-                "there must be one of each per group"
+                f"{len(batch.block_tables)} block tables and {len(batch.slots)} slot lists for {self._groups} KV "
+                "groups: there must be one of each per group"
             )
         tokens = batch.slots[0].numel()
         for group, (table, slots) in enumerate(zip(batch.block_tables, batch.slots, strict=True)):
             if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < count or table.stride(1) != 1:
                 raise BoundsError(
-                    f"group {group}: the block table is {table.dtype} {tuple(table.shape)}; int32 with {count} contiguous "
-                    "rows is needed"
+                    f"group {group}: the block table is {table.dtype} {tuple(table.shape)}; int32 with {count} "
+                    "contiguous rows is needed"
                 )
             if slots.numel() != tokens or slots.dtype != torch.int64:
                 raise BoundsError(f"group {group}: {slots.numel()} slots of {slots.dtype}; int64 [{tokens}] is needed")
@@ -136,11 +138,12 @@ class TritonAttention:
     # -- per layer -------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store key, value [T, Hkv, d] (any token stride) in the slots of the layer's group; negative slots are skipped."""
-        key, value = self._tokenwise(key, self._spec.num_kv_heads, "key"), self._tokenwise(
-            value, self._spec.num_kv_heads, "value"
+        """Store key, value [T, Hkv, d] (any token stride) in the slots of the layer's group; negative: nowhere."""
+        key, value = (
+            self._tokenwise(key, self._spec.num_kv_heads, "key"),
+            self._tokenwise(value, self._spec.num_kv_heads, "value"),
         )
-        write.store(key, value, self._pool(layer))
+        store(key, value, self._pool(layer))
 
     def rotate_and_write(
         self,
@@ -162,7 +165,7 @@ class TritonAttention:
         query = self._tokenwise(query, spec.num_heads, "query")
         key = self._tokenwise(key, spec.num_kv_heads, "key")
         value = self._tokenwise(value, spec.num_kv_heads, "value")
-        return write.rotate_and_store(query, key, value, cos, sin, q_norm, k_norm, eps, self._pool(layer))
+        return rotate_and_store(query, key, value, cos, sin, q_norm, k_norm, eps, self._pool(layer))
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, d] (any token stride) -> contiguous [T, Hq, d] of the same dtype; sums in float32."""
@@ -220,14 +223,14 @@ class TritonAttention:
         attend.split_kernel[(splits, spec.num_kv_heads, count)](
             query, out, parts, marks, batch.query_start, batch.context_len, *common["pool"],
             KV_HEADS=spec.num_kv_heads, GROUP=self._group_size, QUERIES=limit, SPLITS=splits, M=m, BLOCK_N=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, **common["constants"],
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **common["constants"],
         )  # fmt: skip
         if splits > 1:
             attend.merge_kernel[(spec.num_heads, limit, count)](
                 out, parts, marks, batch.query_start, batch.context_len, out.stride(0), window or 0,
                 HEADS=spec.num_heads, QUERIES=limit, SPLITS=splits, S=next_power_of_two(splits),
                 WINDOWED=window is not None, HEAD_DIM=spec.head_dim, D=self._width, BLOCK_N=tile.keys,
-                num_warps=2,
+                num_warps=2, enable_fp_fusion=True,
             )  # fmt: skip
 
     def _tile(self, query: torch.Tensor, out: torch.Tensor, common: dict[str, Any], skip: int, count: int) -> None:
@@ -240,7 +243,7 @@ class TritonAttention:
         attend.tile_kernel[(spec.num_kv_heads, tiles)](
             query, out, batch.query_start, batch.context_len, *common["pool"][:2], count, *common["pool"][2:],
             GROUP=self._group_size, SKIP=skip, M=m, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-            **common["constants"],
+            enable_fp_fusion=True, **common["constants"],
         )  # fmt: skip
 
     def _common(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
@@ -259,17 +262,22 @@ class TritonAttention:
         )  # fmt: skip
         # Weights times a row's scale may leave float16's range; bfloat16 has float32's.
         narrow = dot == torch.float16 and self._kinds[1] != rows.FLOAT
+        wide = torch.float32 if interpreting() else torch.bfloat16
         constants = {
             "KEY_KIND": self._kinds[0], "VALUE_KIND": self._kinds[1], "WINDOWED": window is not None,
             "CAPPED": cap is not None, "BLOCK_SIZE": self._block_size, "HEAD_DIM": spec.head_dim, "D": self._width,
-            "DOT": FLOATS[dot], "VALUE_DOT": tl.bfloat16 if narrow else FLOATS[dot],
+            "DOT": FLOATS[dot], "VALUE_DOT": FLOATS[wide] if narrow else FLOATS[dot],
             "PRECISION": "ieee" if dot == torch.float32 else "tf32",
         }  # fmt: skip
         return {"pool": pool, "constants": constants, "operand_bytes": dot.itemsize}
 
     def _dot(self, query: torch.dtype) -> torch.dtype:
-        """What products are made in: the query's type where the pool's fits it, float32 where they differ."""
-        return query if self._kv.dtype in (query, torch.uint8) else torch.float32
+        """What products are made in: the query's type where the pool's fits it, float32 where they differ.
+
+        The interpreter keeps bfloat16 as bits in integers and would multiply those.
+        """
+        fits = self._kv.dtype in (query, torch.uint8) and not (query == torch.bfloat16 and interpreting())
+        return query if fits else torch.float32
 
     def _tiles_for(self, operand_bytes: int) -> Tiles:
         if self._asked_tiles is not None:
@@ -278,15 +286,15 @@ class TritonAttention:
             self._tiles[operand_bytes] = pick_tiles(self._spec.head_dim, operand_bytes, capability(), processors())
         return self._tiles[operand_bytes]
 
-    def _pool(self, layer: int) -> write.Pool:
+    def _pool(self, layer: int) -> Pool:
         """Where `layer` writes in this step."""
         assert self._batch is not None, "plan comes first"
         group, place = self._places[layer]
         base = place * self._layer_stride
         (key_first, key_slab), (value_first, value_slab) = self._starts
-        return write.Pool(
-            self._kv, self._batch.slots[group], base + key_first, key_slab, base + value_first, value_slab, *self._kinds,
-            self._block_size,
+        return Pool(
+            self._kv, self._batch.slots[group], base + key_first, key_slab, base + value_first, value_slab,
+            *self._kinds, self._block_size,
         )  # fmt: skip
 
     def _tokenwise(self, x: torch.Tensor, heads: int, what: str) -> torch.Tensor:
@@ -309,6 +317,3 @@ def _starts(kv_format: KVFormat | None, cache: KVCache, spec: ModelSpec) -> tupl
         return (0, slab), (spec.num_kv_heads * slab, slab)
     key, value = kv_format.places(spec.num_kv_heads, size, spec.head_dim)
     return (key.first, key.slab), (value.first, value.slab)
-
-
-

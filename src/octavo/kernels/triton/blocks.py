@@ -24,7 +24,9 @@ class BlockCopier:
         self._kv = kv
         # Copied as the widest integers that divide a block, whatever the numbers are.
         block_bytes = kv.stride(0) * kv.element_size()
-        word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if not block_bytes % kind.itemsize)
+        word = next(
+            kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if not block_bytes % kind.itemsize
+        )
         self._words = kv.view(-1).view(word).view(kv.shape[0], -1)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -41,4 +43,6 @@ class BlockCopier:
         host = torch.tensor(run, dtype=torch.int64, pin_memory=on_gpu)
         device = host.to(self._kv.device, non_blocking=True)
         words = self._words.shape[1]
-        copy_kernel[(-(-words // WORDS), len(run))](self._words, device, words, WORDS=WORDS, num_warps=4)
+        copy_kernel[(-(-words // WORDS), len(run))](
+            self._words, device, words, WORDS=WORDS, num_warps=4, enable_fp_fusion=False
+        )

@@ -1,4 +1,4 @@
-"""`TritonOps`: the dense operations of `kernels/ops.py` on a GPU: products by torch (cuBLAS), everything between them by
+"""`TritonOps`: the dense operations of `kernels/ops.py` on a GPU: products by torch (cuBLAS), what lies between them by
 the kernels of jit/. What is not overridden here is `TorchOps`.
 
 Invariant: a row of a norm, a rotation or an activation depends on that row alone.
@@ -61,6 +61,7 @@ class TritonOps(TorchOps):
         norm_kernel[(count,)](
             x, residual, total, out, weight, x.stride(0), residual.stride(0), eps,
             WIDTH=width, D=block, ADDED=added, num_warps=min(16, max(1, block // 512)),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
     def rotary(
@@ -84,7 +85,14 @@ class TritonOps(TorchOps):
         out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
         if len(flat):
             gate_kernel[(-(-inner // GATE_BLOCK), len(flat))](
-                flat, out, flat.stride(0), INNER=inner, KIND=KINDS[kind], BLOCK=GATE_BLOCK, num_warps=4
+                flat,
+                out,
+                flat.stride(0),
+                INNER=inner,
+                KIND=KINDS[kind],
+                BLOCK=GATE_BLOCK,
+                num_warps=4,
+                enable_fp_fusion=True,
             )
         return out
 

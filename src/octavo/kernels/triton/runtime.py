@@ -6,29 +6,15 @@ The choice is made once per process, by TRITON_INTERPRET when Triton is imported
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
-
-import torch
 
 INTERPRETER_PROCESSORS = 4  # so that tests at small sizes split rows too
 
 
-def why_unusable(device: torch.device) -> str:
-    """Why kernels cannot run on tensors of `device`; empty when they can."""
-    if find_spec("triton") is None:
-        return "triton is not installed; install octavo[cuda]"
-    if device.type == "cpu" and not interpreting():
-        return "the tensors are on the CPU, where Triton kernels run in its interpreter only (set TRITON_INTERPRET=1)"
-    if device.type not in ("cpu", "cuda"):
-        return f"Triton kernels do not run on {device.type}"
-    return ""
-
-
 def interpreting() -> bool:
     """Do kernels of this process run in the interpreter?"""
-    import triton
+    from octavo.kernels.triton.jit.dense import copy_kernel
 
-    return bool(triton.knobs.runtime.interpret)
+    return type(copy_kernel).__name__ == "InterpretedFunction"
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,9 @@
 """Sizes of tiles, warps and stages per kernel: a table instead of a search, so that the first step needs no tuning.
 
 Shared memory decides: a stage of the loop holds one tile of keys and one of values, `2 * keys * head_dim * bytes`, and
-several programs should fit a multiprocessor. The rows below leave two programs of a decode kernel room in 100 KiB and in
-the 227 KiB of Hopper as many as its warps allow. Nothing here was measured; `octavo bench gpu` is there to change it.
+several programs should fit a multiprocessor. A load of keys depends on a load of the block table, so the compiler keeps
+one tile in flight per two stages: five stages of a decode kernel are two tiles of 16 KiB of keys and two of values, and
+three such programs fit the 227 KiB of Hopper. Nothing here was measured; `octavo bench gpu` is there to change it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """split: rows with few queries. tile: prompts. programs: programs that fill the device, for the number of splits."""
+    """split: rows with few queries. tile: prompts. programs: what fills the device, for the number of splits."""
 
     split: Tile
     tile: Tile
     programs: int
 
 
-#: (head_dim up to, bytes of an operand of a product) -> (decode, prompt) on a device with 160 KiB or more of shared memory
+#: (head_dim up to, bytes of an operand of a product) -> (decode, prompt), with 160 KiB or more of shared memory
 _LARGE = {
-    (64, 2): (Tile(0, 128, 4, 3), Tile(128, 128, 4, 3)),
-    (128, 2): (Tile(0, 64, 4, 3), Tile(128, 64, 8, 3)),
-    (256, 2): (Tile(0, 32, 4, 3), Tile(64, 64, 8, 2)),
+    (64, 2): (Tile(0, 128, 4, 5), Tile(128, 128, 4, 3)),
+    (128, 2): (Tile(0, 64, 4, 5), Tile(128, 64, 8, 3)),
+    (256, 2): (Tile(0, 32, 4, 5), Tile(64, 64, 8, 2)),
     (64, 4): (Tile(0, 64, 4, 2), Tile(64, 32, 4, 2)),
     (128, 4): (Tile(0, 32, 4, 2), Tile(32, 32, 4, 2)),
     (256, 4): (Tile(0, 16, 4, 2), Tile(16, 32, 4, 2)),

@@ -105,6 +105,7 @@ def _launch(
         STORED=pool is not None, KEY_KIND=FLOAT if pool is None else pool.key_kind,
         VALUE_KIND=FLOAT if pool is None else pool.value_kind, BLOCK_SIZE=1 if pool is None else pool.block_size,
         HEAD_DIM=head_dim, D=width, H=per_program, num_warps=4 if per_program > 1 else 1,
+        enable_fp_fusion=False,  # the bytes of quantised rows follow from single roundings
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""The attention kernels: rows with few queries split over their keys, rows with many in tiles of queries, and the merge.
+"""The attention kernels: rows with few queries split over their keys, rows with many in tiles, and the merge.
 
-Exact attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): a running maximum and a running sum,
+Exact attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): a running maximum, a running sum,
 and an accumulator rescaled whenever the maximum moves. Exponentials are taken to base 2, with log2(e) in the scale of
 the scores. Splitting one row's keys over programs and joining the parts by their maxima and sums is "flash-decoding"
 (Dao et al. 2023). Query heads that share a key head are rows of one matrix, so keys and values are read once for all of
@@ -24,21 +24,6 @@ LOG2E = 1.4426950408889634
 _FLOAT = tl.constexpr(0)
 _INT4 = tl.constexpr(3)
 _LOG2E = tl.constexpr(LOG2E)
-
-
-@triton.jit
-def split_length(span, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys of one part when `span` keys are dealt to at most SPLITS programs: whole tiles, at least one."""
-    return tl.maximum(tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N), 1) * BLOCK_N
-
-
-@triton.jit
-def first_visible(context, count, window, WINDOWED: tl.constexpr):
-    """The first key that any of the row's `count` queries sees."""
-    first = context * 0
-    if WINDOWED:
-        first = tl.maximum(context - count - window + 1, 0)
-    return first
 
 
 @triton.jit
@@ -152,7 +137,7 @@ def split_kernel(
     """Program (split, key head, row): one part of the keys of a row with 1 to QUERIES queries; others are left alone.
 
     M rows of a tile: query 0 of each head of the group, query 1, …. Where one part holds all keys the result goes to
-    `out`; else its unnormalised sums go to parts [T, Hq, SPLITS, HEAD_DIM] and (maximum, sum) to marks [T, Hq, SPLITS, 2].
+    `out`; else unnormalised sums go to parts [T, Hq, SPLITS, HEAD_DIM] and (maximum, sum) to marks [T, Hq, SPLITS, 2].
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(query_start + row)
@@ -160,8 +145,11 @@ def split_kernel(
     if (count < 1) | (count > QUERIES):
         return
     context = tl.load(context_len + row)
-    first = first_visible(context, count, window, WINDOWED)
-    length = split_length(context - first, SPLITS, BLOCK_N)
+    first = context * 0
+    if WINDOWED:
+        first = tl.maximum(context - count - window + 1, 0)
+    # Keys of one part: whole tiles. `merge_kernel` does the same sum.
+    length = (context - first + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
     low = first + split * length
     if low >= context:
         return
@@ -226,11 +214,13 @@ def merge_kernel(
     if (count > QUERIES) | (which >= count):
         return
     context = tl.load(context_len + row)
-    span = context - first_visible(context, count, window, WINDOWED)
-    length = split_length(span, SPLITS, BLOCK_N)
+    span = context
+    if WINDOWED:
+        span = tl.minimum(context, count + window - 1)
+    length = (span + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
     if length >= span:
         return
-    used = tl.cdiv(span, length)
+    used = (span + length - 1) // length
     token = (first_token + which).to(tl.int64)
     place = (token * HEADS + head) * SPLITS
     s = tl.arange(0, S)

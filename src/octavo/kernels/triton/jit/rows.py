@@ -3,7 +3,7 @@
 A row is the key or the value of one token in one head, as `core/kv_format.py` lays it out; `kernels/quantized_kv.py` is
 the definition of the bytes and these functions produce the same ones. All of them run inside other kernels.
 
-int8 and fp8 numbers stay unscaled in registers: both are exact in 16 bits, so a row's scale multiplies a whole column of
+int8 and fp8 numbers stay unscaled in registers: both are exact in 16 bits, so a row's scale multiplies a column of
 scores (keys) or of weights (values) instead of `head_dim` numbers. int4 rows are unpacked in the order in which their
 nibbles lie; `column` says which number of the row stands where, and the queries (or the output) follow that order,
 which spares a shuffle of the registers per tile.
@@ -20,6 +20,7 @@ FP8 = 2
 INT4 = 3
 KINDS = {"int8": INT8, "fp8": FP8, "int4": INT4}
 
+_FLOAT = tl.constexpr(FLOAT)
 _INT8 = tl.constexpr(INT8)
 _FP8 = tl.constexpr(FP8)
 _INT4 = tl.constexpr(INT4)
@@ -30,10 +31,11 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it roun
 @triton.jit
 def column(d, KIND: tl.constexpr):
     """Which number of a row the place `d` of a tile holds."""
+    where = d
     if KIND == _INT4:
         inside = d % 32
-        return d - inside + ((inside >> 1) & 1) * 16 + (inside & 1) * 8 + (inside >> 2)
-    return d
+        where = d - inside + ((inside >> 1) & 1) * 16 + (inside & 1) * 8 + (inside >> 2)
+    return where
 
 
 @triton.jit
@@ -48,27 +50,30 @@ def load_rows(
 ):
     """Rows `offset` [N] int32 of slabs that start at element `slab` [N] int64: the numbers [N, D], in the pool's float
     type, or unscaled in float16 (int8, fp8) or float32 (int4). Zeros where `valid` [N] is False and past `HEAD_DIM`."""
+    d = tl.arange(0, D)
+    at = slab[:, None] + offset[:, None] * HEAD_DIM + d[None, :]
+    known = valid[:, None] & (d < HEAD_DIM)[None, :]
+    # One return: branches on constants are pruned, code after a return is not.
     if KIND == _INT4:
         half = tl.arange(0, D // 2)
         at = slab[:, None] + offset[:, None] * (HEAD_DIM // 2) + half[None, :]
         packed = tl.load(kv + at, mask=valid[:, None] & (half < HEAD_DIM // 2)[None, :], other=0).to(tl.int32)
-        numbers = tl.join(((packed & 15) ^ 8) - 8, ((packed >> 4) ^ 8) - 8).reshape(packed.shape[0], D)
+        codes = tl.join(((packed & 15) ^ 8) - 8, ((packed >> 4) ^ 8) - 8).reshape(packed.shape[0], D)
         group = tl.arange(0, D // 32)
         first = slab[:, None] + BLOCK_SIZE * (HEAD_DIM // 2 + 2) + offset[:, None] * (HEAD_DIM // 32)
-        known = valid[:, None] & (group < HEAD_DIM // 32)[None, :]
-        multiplier = tl.load(kv + first + group[None, :], mask=known, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        in_row = valid[:, None] & (group < HEAD_DIM // 32)[None, :]
+        multiplier = tl.load(kv + first + group[None, :], mask=in_row, other=0).to(tl.int8, bitcast=True).to(tl.float32)
         spread = tl.broadcast_to(multiplier[:, :, None], (packed.shape[0], D // 32, 32)).reshape(packed.shape[0], D)
-        return numbers.to(tl.float32) * spread
-    d = tl.arange(0, D)
-    at = slab[:, None] + offset[:, None] * HEAD_DIM + d[None, :]
-    known = valid[:, None] & (d < HEAD_DIM)[None, :]
-    if KIND == _INT8:
-        return tl.load(kv + at, mask=known, other=0).to(tl.int8, bitcast=True).to(tl.float16)
-    if KIND == _FP8:
+        numbers = codes.to(tl.float32) * spread
+    elif KIND == _INT8:
+        numbers = tl.load(kv + at, mask=known, other=0).to(tl.int8, bitcast=True).to(tl.float16)
+    elif KIND == _FP8:
         # e4m3's bits, moved into float16's fields, are the number divided by 256; `load_scales` makes up for it.
         bits = tl.load(kv + at, mask=known, other=0).to(tl.int16)
-        return (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
-    return tl.load(kv + at, mask=known, other=0.0)
+        numbers = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
+    else:
+        numbers = tl.load(kv + at, mask=known, other=0.0)
+    return numbers
 
 
 @triton.jit
@@ -99,7 +104,7 @@ def store_rows(
     known = valid[:, None] & (d < HEAD_DIM)[None, :]
     if KIND == _INT4:
         store_int4(kv, slab, offset, x, valid, BLOCK_SIZE, HEAD_DIM, D)
-    elif KIND == _INT8 or KIND == _FP8:
+    elif KIND != _FLOAT:
         largest = 448.0 if KIND == _FP8 else 127.0
         scale, bad = round_scale(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], largest, tl.float32)), x)
         scaled = tl.where(bad[:, None], 0.0, x * inverse(scale)[:, None])

@@ -91,7 +91,7 @@ def write_kernel(
 
     Queries go to `query_out`. STORED: keys and values go into the pool, at slots[token] unless that is negative; else
     keys go to `key_out` and there is no part for values. ROTARY: the first so many numbers of a head are rotated (0:
-    none); cos and sin float32 [T, ROTARY]. NORMED: heads of queries and keys are scaled by their root mean square first.
+    none); cos and sin float32 [T, ROTARY]. NORMED: heads of queries and keys are scaled by root mean square first.
     """
     token = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
