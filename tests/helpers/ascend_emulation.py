@@ -56,7 +56,10 @@ def _whole(tensor: Any, name: str, dtypes: Sequence[torch.dtype]) -> torch.Tenso
 
 
 def npu_scatter_nd_update_(input: Any, indices: Any, updates: Any) -> Any:
-    """input[indices[i]] = updates[i], in place. input may be non-contiguous, indices int32 or int64."""
+    """input[indices[i]] = updates[i], in place. input may be non-contiguous, indices int32 or int64.
+
+    A place that is written twice has no defined value afterwards: NaN.
+    """
     target, index, new = _inner(input, "input"), _inner(indices, "indices"), _inner(updates, "updates")
     _demand(1 <= target.dim() <= 8, f"input: {target.dim()} dimensions, 1 to 8 are supported")
     _demand(target.dtype in SCATTER_DTYPES, f"input: {target.dtype} is not among {SCATTER_DTYPES}")
@@ -70,8 +73,10 @@ def npu_scatter_nd_update_(input: Any, indices: Any, updates: Any) -> Any:
     flat = index.reshape(-1, depth).long()
     limits = torch.tensor(target.shape[:depth])
     _demand(bool(((flat >= 0) & (flat < limits)).all()), "indices: outside of input")
-    _demand(len(flat.unique(dim=0)) == len(flat), "indices: one place written twice, in no defined order")
     target[flat.unbind(1)] = new.reshape(-1, *target.shape[depth:])
+    places, times = flat.unique(dim=0, return_counts=True)
+    if int(times.max()) > 1 and target.is_floating_point():
+        target[places[times > 1].unbind(1)] = float("nan")
     return input
 
 

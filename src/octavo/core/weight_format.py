@@ -62,6 +62,8 @@ def check_weight_format(text: str | None, device: str) -> WeightFormat | None:
             "quantization='fp8' needs a GPU: a CPU has no arithmetic for eight-bit floats, and int8 takes the same "
             "bytes with a smaller error; use quantization='int8'"
         )
+    if format is not None and format.kind == "fp8" and device == "npu":
+        raise ConfigError("quantization='fp8' needs a GPU: eight-bit floats are not used on npu; use quantization='int8'")
     if format is not None and format.kind == "gguf" and device != "cpu":
         raise ConfigError(
             f"quantization='gguf' on {device}: only the CPU kernels compute from the blocks of a GGUF file; "
