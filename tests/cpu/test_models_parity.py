@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.dense_attention import greedy, run_chunks
-from helpers.tiny_models import FAMILIES, VOCABULARY, oracle_greedy, oracle_logits, write_tiny
+from helpers.tiny_models import FIRST, VOCABULARY, oracle_greedy, oracle_logits, write_tiny
 from octavo.config import EngineConfig
 from octavo.kernels.ops import TorchOps
 from octavo.models.load import LoadedModel, load_model
@@ -27,7 +27,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(FIRST))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
     path = tmp_path_factory.mktemp(request.param)
     oracle = write_tiny(request.param, path)

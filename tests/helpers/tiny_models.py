@@ -36,7 +36,15 @@ _LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 _GEMMA3 = {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 2,
            "query_pre_attn_scalar": 24, "tie_word_embeddings": True}  # fmt: skip
 
-#: family -> (transformers configuration class, settings)
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 6}
+_QWEN_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.05 * i for i in range(6)],
+         "long_factor": [1.5 + 0.5 * i for i in range(6)]}  # fmt: skip
+#: Families without grouped heads, and without keys of their own for what others call so.
+_PLAIN = {"num_key_value_heads": ...}
+_GPT = {**_PLAIN, "intermediate_size": ...}
+
+#: family -> (transformers configuration class, settings; ... removes a key of the shared shape)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -56,13 +64,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-untied": (
         "Gemma3TextConfig", {**_GEMMA3, "tie_word_embeddings": False, "final_logit_softcapping": 20.0}
     ),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    "llama-proportional": ("LlamaConfig", {
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "sliding_window": 16}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3MoeConfig", {
+        **_QWEN_EXPERTS, "num_experts": ..., "num_local_experts": 8, "head_dim": 32, "norm_topk_prob": True,
+        "mlp_only_layers": [1]}),
+    "phi3": ("Phi3Config", {"partial_rotary_factor": 0.75, "sliding_window": 20}),
+    "phi3-short": ("Phi3Config", {"partial_rotary_factor": 0.75, "rope_parameters": _LONG,
+                                  "original_max_position_embeddings": POSITIONS}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 3}),
+    "granite": ("GraniteConfig", {"embedding_multiplier": 6.0, "residual_multiplier": 0.7,
+                                  "attention_multiplier": 0.2, "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2Config", {}),
+    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmConfig", {"partial_rotary_factor": 0.5, "use_parallel_residual": True,
+                                             "qk_layernorm": True}),
+    "gpt2": ("GPT2Config", {**_GPT, "tie_word_embeddings": True, "n_inner": 112}),
+    "opt": ("OPTConfig", {**_GPT, "tie_word_embeddings": True, "ffn_dim": 112, "word_embed_proj_dim": 64}),
+    "gpt_neox": ("GPTNeoXConfig", _PLAIN),
+    "gpt_neox-serial": ("GPTNeoXConfig", {**_PLAIN, "use_parallel_residual": False, "attention_bias": False}),
+    "falcon": ("FalconConfig", {**_GPT, "tie_word_embeddings": True, "ffn_hidden_size": 112}),
+    "falcon-new": ("FalconConfig", {**_GPT, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True,
+                                    "ffn_hidden_size": 112}),
+    "falcon-serial": ("FalconConfig", {**_GPT, "multi_query": False, "parallel_attn": False,
+                                       "ffn_hidden_size": 112}),
 }  # fmt: skip
+
+#: The families that came first, which more tests go through.
+FIRST = tuple(FAMILIES)[:16]
 
 
 def tiny_config(family: str, **settings: Any) -> Any:
     """The transformers configuration of a family, with further settings laid over it."""
     kind, own = FAMILIES[family]
-    return getattr(transformers, kind)(**{**_SHAPE, **own, **settings})
+    given = {**_SHAPE, **own, **settings}
+    return getattr(transformers, kind)(**{key: value for key, value in given.items() if value is not ...})
 
 
 def tiny_oracle(config: Any, seed: int = 0) -> Any:
@@ -71,23 +110,32 @@ def tiny_oracle(config: Any, seed: int = 0) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     gemma = config.model_type.startswith("gemma")
+    columns_last = config.model_type != "gpt2"  # whose weights are [in, out]
+    plain = config.model_type in ("gpt2", "opt", "gpt_neox", "falcon")  # biases everywhere: large ones drown the rest
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             # Gemma's norms add 1 themselves. Sharp attention (a factor on q and k) keeps its text from looping.
             looks = gemma and any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+            looks |= plain and any(part in name for part in ("q_proj", "k_proj", "c_attn", "query_key_value"))
+            fan_in = weight.shape[-1] if columns_last else weight.shape[0]
             if name == "model.norm.weight":
                 weight.copy_(0.2 * noise + ((3.0 if config.tie_word_embeddings else 0.5) if gemma else 1.5))
-            elif "norm" in name:
-                weight.copy_(0.2 * noise + (0.0 if gemma else 1.0) + (1.2 if looks else 0.0))
             elif name.endswith("bias"):
-                weight.copy_(0.5 * noise)
-            elif "embed" in name:
+                weight.copy_((0.1 if is_norm_name(name) or plain else 0.5) * noise)
+            elif is_norm_name(name):
+                weight.copy_(0.2 * noise + (0.0 if gemma else 1.0) + (1.2 if looks else 0.0))
+            elif any(part in name for part in ("embed", "wte", "wpe")):
                 # Small: with a tied head the residual of the input token would otherwise predict itself for ever.
                 weight.copy_(0.3 * noise * (config.hidden_size**-0.5 if gemma else 1.0))
             else:
-                weight.copy_(noise * (3.0 if looks else 1.5) * weight.shape[-1] ** -0.5)
+                weight.copy_(noise * ((2.2 if plain else 3.0) if looks else 1.5) * fan_in**-0.5)
     return model
+
+
+def is_norm_name(name: str) -> bool:
+    """Whether a transformers parameter is a norm's."""
+    return "norm" in name or ".ln_" in name
 
 
 def byte_tokenizer() -> Tokenizer:

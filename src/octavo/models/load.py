@@ -27,6 +27,7 @@ from octavo.models.gguf_loader import open_gguf
 from octavo.models.gguf_reader import spec_from_gguf
 from octavo.models.quantized_files.entries import refuse_idle_quantization
 from octavo.models.resolve import ModelFiles, resolve_model
+from octavo.models.rope_reader import for_length
 from octavo.models.safetensors_loader import (
     SafetensorsFiles,
     head_state,
@@ -213,7 +214,9 @@ def load_model(
     on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
-    if source.foreign is not None:
+    if source.foreign is None:
+        source.spec = for_length(source.spec, config.max_model_len)
+    else:
         source.foreign.announce(config, source.impl_why)
     decoder, weights = source.decoder(dtype, device, ops, config.seed, on_progress)
     with _loading(decoder, weights):

@@ -8,7 +8,8 @@ I intermediate, V vocabulary, d head_dim, Hq query heads, Hkv key/value heads, E
     positions.weight                      [P, D]                 with `learned_positions` P
     layers.{i}.attention_norm.weight      [D]                    with `input_norms`
     layers.{i}.{q,k,v}.weight (.bias)     [Hq·d or Hkv·d, D]     bias with `qkv_bias`
-    layers.{i}.{q_norm,k_norm}.weight     [d]                    with `qk_norm`; [H·d] or [H, d] by `qk_norm_kind`
+    layers.{i}.{q_norm,k_norm}.weight     [d] or [H·d]           with `qk_norm`, by `qk_norm_kind`; of "each_head":
+    layers.{i}.heads.{h}.q_norm.weight    [d]                    (and k_norm), one for each head
     layers.{i}.out.weight (.bias)         [D, Hq·d]              bias with `out_bias`
     layers.{i}.post_attention_norm.weight [D]                    with `sandwich_norms`
     layers.{i}.mlp_norm.weight            [D]                    with `input_norms`, unless `parallel` is "one_norm"
@@ -72,8 +73,10 @@ def _attention(spec: ModelSpec) -> dict[str, Shape]:
     d, hidden = spec.head_dim, spec.hidden_size
     shapes: dict[str, Shape] = {}
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
-        shape = {"head": (d,), "projection": (heads * d,), "each_head": (heads, d)}[spec.qk_norm_kind]
-        shapes.update({f"{name}_norm.weight": shape} if spec.qk_norm else {})
+        if spec.qk_norm and spec.qk_norm_kind == "each_head":
+            shapes.update({f"heads.{head}.{name}_norm.weight": (d,) for head in range(heads)})
+        elif spec.qk_norm:
+            shapes[f"{name}_norm.weight"] = (d if spec.qk_norm_kind == "head" else heads * d,)
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         shapes.update(_linear(name, heads * d, hidden, spec.qkv_bias))
     return {**shapes, **_linear("out", hidden, spec.num_heads * d, spec.out_bias)}
