@@ -82,6 +82,10 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         """Has it rows and columns? (All but norms and biases.)"""
         return len(self._entries[name].shape) == 2
 
+    def num_bytes(self, name: str) -> int:
+        """Bytes of `name` in its file."""
+        return self._entries[name].num_bytes
+
     def report(self, stored_bytes: int) -> None:
         """Tell `on_progress` that `stored_bytes` of what `stored` gave out are read by now."""
         if self._on_progress is not None:
