@@ -114,6 +114,23 @@ def test_gptq_with_a_head_and_biases_of_zeros(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+def test_fused_matrices_are_cut_by_rows(act_order: bool, tmp_path: Path) -> None:
+    """Phi-3 keeps q, k and v in one module, and gate and up."""
+    chosen = lambda m: m.endswith("_proj")  # noqa: E731
+    quantise = partial(round_int4, shuffled=act_order)
+    config = qf.gptq_config(desc_act=act_order)
+    oracle = qf.write_quantized("phi3", tmp_path, config, quantise, qf.gptq, chosen=chosen, intermediate_size=128)
+    assert_equal(tmp_path, oracle)
+
+
+def test_experts_are_quantised_and_their_router_is_not(tmp_path: Path) -> None:
+    config = qf.awq_config(modules_to_not_convert=["gate"])
+    chosen = lambda m: m.rpartition(".")[2] in (*qf.LINEARS, "w1", "w2", "w3")  # noqa: E731
+    oracle = qf.write_quantized("mixtral", tmp_path, config, round_int4, qf.awq, chosen=chosen)
+    assert_equal(tmp_path, oracle)
+
+
 # compressed-tensors
 
 

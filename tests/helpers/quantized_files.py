@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from helpers.tiny_models import write_tiny
 
@@ -126,17 +127,18 @@ def write_quantized(
 
     config: the quantization_config. chosen: which modules are quantised.
     """
-    oracle = write_tiny(family, path, **settings)
+    write_tiny(family, path, **settings)
     tensors = load_file(path / "model.safetensors")
-    parameters = dict(oracle.named_parameters())
+    floats = {name: t.float() for name, t in tensors.items()}
     for name in list(tensors):
         module, _, end = name.rpartition(".")
         if end != "weight" or tensors[name].dim() != 2 or not chosen(module):
             continue
         rounded = quantise(tensors.pop(name))
         tensors.update({f"{module}.{end}": t for end, t in pack(rounded).items()})
-        with torch.no_grad():
-            parameters[name].copy_(rounded.values())
+        floats[name] = rounded.values()
+    save_file(floats, path / "model.safetensors", metadata={"format": "pt"})
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     save_file({k: t.contiguous() for k, t in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
     given = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**given, "quantization_config": config}))

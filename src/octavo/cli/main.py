@@ -12,7 +12,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octavo.cli import bench, chat, doctor, generate, info, plan, replay, serve, simulate, top, version, view
+from octavo.cli import (
+    bench,
+    chat,
+    doctor,
+    generate,
+    info,
+    plan,
+    quantize,
+    replay,
+    serve,
+    simulate,
+    top,
+    version,
+    view,
+)
 from octavo.errors import ConfigError, OctavoError, RequestError
 
 DESCRIPTION = """\
@@ -33,7 +47,7 @@ def build_parser(full_bench: bool = True) -> argparse.ArgumentParser:
         prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, chat, serve, info, plan, simulate, replay, view, doctor, top):
+    for module in (generate, chat, serve, info, plan, quantize, simulate, replay, view, doctor, top):
         module.add_parser(subparsers)
     bench.add_parser(subparsers, full=full_bench)
     version.add_parser(subparsers)

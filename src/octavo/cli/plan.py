@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16; CPU: float32")
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="KIND", help="as --dtype (auto), int8, int4, fp8")
+    parser.add_argument("--quantization", metavar="KIND", help="of weights: as the files are (default), int8, int4, …")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--trace", metavar="FILE", help="lengths of the requests of a trace (CSV or JSONL)")
     load.add_argument("--lengths", metavar="TEXT", help=f"lengths from a distribution ({DEFAULT_LENGTHS})")
@@ -66,12 +69,15 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     memory = _memory(args)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    shape, weights = model_sizes(args.model, dtype)
+    sizes = read_model_sizes(args.model, dtype, args.quantization, args.device)
     lengths, described = _lengths(args)
     plan = make_plan(
         Ask(
-            shape=shape,
-            weight_bytes=weights,
+            shape=sizes.shape,
+            weight_bytes=sizes.weight_bytes,
+            quantization=args.quantization,
+            quantized_bytes=sizes.quantized_bytes,
+            weights_follow_dtype=args.quantization in (None, "auto") and sizes.stored is None,
             memory=memory,
             lengths=lengths,
             device=args.device,
@@ -97,24 +103,54 @@ def _can_be_loaded(model: str) -> bool:
     return "/" in model or model == EngineConfig.model or Path(model).exists()
 
 
+#: What a plan proposes for weights.
+PROPOSED = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model for a plan. quantized_bytes: of its weights in each proposed format; empty where they have one already.
+
+    stored: how its files store them quantised, in words.
+    """
+
+    shape: ModelShape
+    weight_bytes: int
+    quantized_bytes: Mapping[str, int]
+    stored: str | None = None
+
+
 def model_sizes(model: str, dtype: str) -> tuple[ModelShape, int]:
     """(shape, bytes of the weights): of files where there are any, else of a model known by name."""
+    sizes = read_model_sizes(model, dtype)
+    return sizes.shape, sizes.weight_bytes
+
+
+def read_model_sizes(model: str, dtype: str, quantization: str | None = None, device: str = "cpu") -> ModelSizes:
+    """Shape and bytes of the weights, of files where there are any, else of a model known by name."""
+    from octavo.core.weight_format import check_weight_format, parse_weight_format
     from octavo.planning.shapes import KNOWN, ModelShape, dtype_bytes, known_shape
 
+    form = check_weight_format(quantization, device)
+    proposed = PROPOSED if form is None else ()
     known = known_shape(model)
-    if known is not None and not Path(model).exists():
-        return known, known.num_parameters * dtype_bytes(dtype)
+    if known is not None and not Path(model).exists() and (form is None or form.kind != "gguf"):
+        found = {kind: known.weight_bytes(dtype, kind) for kind in proposed}
+        return ModelSizes(known, known.weight_bytes(dtype, quantization), found)
     from octavo.errors import ModelError
-    from octavo.models.load import read_spec
-    from octavo.models.names import weight_bytes
+    from octavo.models.load import read_sizes
 
     path = Path(model).expanduser()
     bare = path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors"))
     try:
-        spec = read_spec(model, "dummy" if bare else "auto")
+        sizes = read_sizes(model, "dummy" if bare else "auto")
     except ModelError as error:
         raise ModelError(f"{error}; known to plan with, without any files: {', '.join(KNOWN)}") from error
-    return ModelShape.of(spec, model), weight_bytes(spec, dtype_bytes(dtype))
+    size = dtype_bytes(dtype)
+    if sizes.kind is not None:
+        proposed = ()
+    found = {kind: sizes.weight_bytes(size, parse_weight_format(kind)) for kind in proposed}
+    return ModelSizes(ModelShape.of(sizes.spec, model), sizes.weight_bytes(size, form), found, sizes.kind)
 
 
 def _memory(args: argparse.Namespace) -> int:

@@ -224,7 +224,7 @@ def open_safetensors(
             entries[part.name] = Entry(name, shape, size, _reader(files, name, part, spec), _stored(files, name, part))
     if scheme is not None:
         where = str(files.directory)
-        more, idle = packed_entries(where, scheme, packed, entries, lambda name: canonical_name(name, spec))
+        more, idle = packed_entries(where, scheme, packed, entries, lambda name: parts_of(name, spec, names, prefix))
         entries, unused = entries | more, unused + idle
     check_entries(str(files.directory), entries, expected, unused)
     return LazyWeights(entries, on_progress)

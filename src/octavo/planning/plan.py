@@ -10,18 +10,18 @@ planned here and what the engine allocates are the same arithmetic; only activat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import floor
 
-from octavo.core.kv_format import check_kv_dtype
+from octavo.core.kv_format import GROUP, check_kv_dtype
 from octavo.core.kv_layout import KVLayout, largest
 from octavo.errors import ConfigError
+from octavo.planning.activations import activation_bytes
 from octavo.planning.shapes import ModelShape, dtype_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
-LOGITS_BYTES = 64 * MIB  # the runner computes at most so many bytes of float32 logits at once
 # CUDA's context and libraries; on a CPU the pages of libraries that a first step touches, and the allocator's slack.
 RUNTIME_BYTES = {"cuda": 600 * MIB, "cpu": 24 * MIB}
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -35,6 +35,8 @@ Length = tuple[int, int]  # prompt tokens, output tokens
 class Ask:
     """What is asked of a plan. memory: bytes of the device. weight_bytes: exact where the weights' shapes are known.
 
+    quantized_bytes: of the weights in formats that could be asked for instead, by `EngineConfig.quantization`.
+    weights_follow_dtype: they are floats, not quantised.
     lengths: (prompt, output) of the load's requests. utilization: share of the memory that the engine may take. The
     other fields are settings of the engine, with its defaults.
     """
@@ -46,6 +48,9 @@ class Ask:
     device: str = "cuda"
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    quantized_bytes: Mapping[str, int] = field(default_factory=dict)
+    weights_follow_dtype: bool = True
     utilization: float = 0.9
     block_size: int = 16
     max_model_len: int | None = None
@@ -134,8 +139,21 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Smaller:
+    """Formats with fewer bits than those asked: bytes of the weights, and sequences that then fit, seats or not."""
+
+    kv_cache_dtype: str
+    quantization: str | None
+    weights: int
+    fits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """rows: by block size. now: sequences at once with the settings asked. best: the change that buys most, if any."""
+    """rows: by block size. now: sequences at once with the settings asked. best: the change that buys most, if any.
+
+    smaller: what fewer bits would bring, least first; empty where all seats are taken with the formats asked.
+    """
 
     ask: Ask
     memory: Memory
@@ -146,6 +164,7 @@ class Plan:
     now: int
     recommended: dict[str, int | float]
     changes: tuple[Change, ...]
+    smaller: tuple[Smaller, ...]
     longest: int
     cut_requests: int
 
@@ -171,6 +190,7 @@ def make_plan(ask: Ask) -> Plan:
             f"{_gib(ask.memory)} are too little: {_gib(memory.weights)} of weights, {_gib(memory.activations)} for the "
             f"largest step and {_gib(memory.runtime)} of runtime leave {_gib(memory.kv)} of the {_gib(memory.usable)} "
             f"that may be used (utilization {ask.utilization:g}); at least {_gib(need / ask.utilization)} are needed"
+            + _with_less(ask, need)
         )
     rows = tuple(block_row(ask, size) for size in sorted({*BLOCK_SIZES, ask.block_size}))
     static = layout.static_bytes(ask.length_limit)
@@ -186,6 +206,7 @@ def make_plan(ask: Ask) -> Plan:
         now=now,
         recommended=_recommend(ask),
         changes=tuple(c for c in changes if c.sequences > now),
+        smaller=_smaller(ask),
         longest=longest,
         cut_requests=sum(p + o > ask.length_limit for p, o in ask.lengths),
     )
@@ -204,29 +225,10 @@ def memory_of(ask: Ask) -> Memory:
     return Memory(ask.memory, usable, ask.weight_bytes, activations, runtime, kv, num_blocks)
 
 
-def activation_bytes(shape: ModelShape, dtype: str, *, device: str, tokens: int, sequences: int) -> int:
-    """Bytes that the largest step takes above weights and KV: the widest moment of a layer, and the logits.
-
-    tokens, sequences: of that step. On a CPU activations are float32 whatever the weights, and the C allocator keeps
-    what the layers took while the sampler works, so both count; a caching GPU allocator takes the larger of the two.
-    """
-    width = 4 if device == "cpu" else dtype_bytes(dtype)
-    sequences = min(sequences, tokens)
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = heads + 2 * kv + heads + kv + heads  # fused product, rotated q and k, mixed heads
-    mlp = 3 * shape.intermediate_size  # gate and up, their product
-    layer = tokens * width * (3 * shape.hidden_size + max(attention, mlp))
-    rows = min(sequences, max(1, LOGITS_BYTES // (4 * shape.vocab_size)))
-    logits, hidden = rows * shape.vocab_size * 4, tokens * shape.hidden_size * width
-    # A GPU's sampler sorts into a second copy; on a CPU it works in place.
-    return layer + hidden + logits if device == "cpu" else max(layer, hidden + 2 * logits)
-
-
 def rotary_bytes(ask: Ask) -> int:
     """cos and sin tables, float32, a pair for each kind of layer. On a CPU they grow as positions come."""
     positions = ask.shape.max_position_embeddings if ask.device != "cpu" else min(ask.length_limit, 4096)
-    kinds = len({w is None for w in ask.shape.windows}) or 1
-    return kinds * 2 * positions * ask.shape.head_dim * 4
+    return (len({w is None for w in ask.shape.windows}) or 1) * 2 * positions * ask.shape.head_dim * 4
 
 
 def held(layout: KVLayout, position: int) -> int:
@@ -330,8 +332,9 @@ def _changes(ask: Ask, now: int) -> list[Change]:
         found.append(Change(setting, old, new, sequences_at_once(changed), why))
 
     if ask.dtype == "float32":
-        half = replace(wide, dtype="bfloat16", weight_bytes=ask.weight_bytes // 2)
-        add("dtype", "float32", "bfloat16", half, "half the weights, and half of every key and value")
+        weights = ask.weight_bytes // (2 if ask.weights_follow_dtype else 1)
+        half = replace(wide, dtype="bfloat16", weight_bytes=weights)
+        add("dtype", "float32", "bfloat16", half, "half of every float weight, key and value")
     if ask.utilization < 0.9:
         idle = replace(wide, utilization=0.9)
         add("gpu_memory_utilization", ask.utilization, 0.9, idle, "memory that is idle now")
@@ -347,6 +350,30 @@ def _changes(ask: Ask, now: int) -> list[Change]:
         more = replace(wide, memory=ask.memory * 5 // 4)
         add("memory", _gib(ask.memory), _gib(more.memory), more, "no setting helps; a quarter more memory would")
     return found
+
+
+def _smaller(ask: Ask) -> tuple[Smaller, ...]:
+    """Fewer bits for keys and values, for weights, and for both, where seats stay empty for want of memory."""
+    fits = block_row(ask, ask.block_size).fits
+    if fits >= ask.max_num_seqs:
+        return ()
+    kinds = ["auto", "int8", *(["int4"] if ask.shape.head_dim % GROUP == 0 else [])]
+    caches = kinds if ask.kv_cache_dtype == "auto" else [ask.kv_cache_dtype]
+    found = []
+    for quantization in (ask.quantization, *ask.quantized_bytes):
+        for cache in caches:
+            weights = ask.quantized_bytes.get(quantization or "", ask.weight_bytes)
+            other = replace(ask, kv_cache_dtype=cache, quantization=quantization, weight_bytes=weights)
+            found.append(Smaller(cache, quantization, weights, block_row(other, ask.block_size).fits))
+    return tuple(sorted((s for s in found if s.fits > fits), key=lambda s: s.fits))
+
+
+def _with_less(ask: Ask, need: int) -> str:
+    """What would be needed with quantised weights, as the end of a sentence."""
+    needs = {
+        kind: _gib((need - ask.weight_bytes + size) / ask.utilization) for kind, size in ask.quantized_bytes.items()
+    }
+    return f", or {' and '.join(f'{text} with quantization={k!r}' for k, text in needs.items())}" if needs else ""
 
 
 def _layout(ask: Ask) -> KVLayout:

@@ -17,8 +17,10 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     by_name: the sizes came from a list of known models, so `name` is nothing that could be loaded.
     """
     ask, memory, best = plan.ask, plan.memory, plan.best
+    weights = "" if ask.quantization is None else f", {ask.quantization} weights"
     lines = [
-        f"{name}, {ask.dtype}, {'GPU' if ask.device == 'cuda' else 'CPU'} with {_bytes(ask.memory)}; load: {lengths}",
+        f"{name}, {ask.dtype}{weights}, {'GPU' if ask.device == 'cuda' else 'CPU'} with {_bytes(ask.memory)}; "
+        f"load: {lengths}",
         "",
         "memory",
         f"  may be used       {_bytes(memory.usable):>11}  {ask.utilization:.0%} of it",
@@ -43,6 +45,7 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     lines += ["", "recommended", *(f"  {setting}={value}" for setting, value in plan.recommended.items())]
     options = " ".join(f"--{setting.replace('_', '-')} {value}" for setting, value in plan.recommended.items())
     kv = "" if ask.kv_cache_dtype == "auto" else f" --kv-cache-dtype {ask.kv_cache_dtype}"
+    kv += "" if ask.quantization is None else f" --quantization {ask.quantization}"
     device = " --device cpu" if ask.device == "cpu" else ""
     model = CHECKPOINT if by_name else shlex.quote(name)
     lines.append(f"  octavo serve --model {model}{device} --dtype {ask.dtype}{kv} {options}")
@@ -56,6 +59,19 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
             f"the single change that buys most: {best.setting} from {best.old} to {best.new}, {best.why}: "
             f"{best.sequences} sequences (+{best.sequences - plan.now})"
         )
+    return lines + _smaller_lines(plan)
+
+
+def _smaller_lines(plan: Plan) -> list[str]:
+    """What fewer bits would bring."""
+    if not plan.smaller:
+        return []
+    lines = ["", "with fewer bits (docs/quantization.md says what they cost)"]
+    for s in plan.smaller:
+        cache = "" if s.kv_cache_dtype == plan.ask.kv_cache_dtype else f"kv_cache_dtype={s.kv_cache_dtype}"
+        weights = "" if s.quantization == plan.ask.quantization else f"quantization={s.quantization}"
+        setting = ", ".join(text for text in (weights, cache) if text)
+        lines.append(f"  {setting:<38} {s.fits:>6} sequences fit   weights {_bytes(s.weights):>10}")
     return lines
 
 
@@ -81,6 +97,7 @@ def plan_as_json(plan: Plan, name: str) -> dict[str, Any]:
         "device": ask.device,
         "dtype": ask.dtype,
         "kv_cache_dtype": ask.kv_cache_dtype,
+        "quantization": ask.quantization,
         "settings": {
             "block_size": ask.block_size,
             "max_num_seqs": ask.max_num_seqs,
@@ -97,6 +114,7 @@ def plan_as_json(plan: Plan, name: str) -> dict[str, Any]:
         "recommended": plan.recommended,
         "best_change": None if plan.best is None else asdict(plan.best),
         "changes": [asdict(change) for change in plan.changes],
+        "smaller": [asdict(smaller) for smaller in plan.smaller],
         "longest": plan.longest,
         "cut_requests": plan.cut_requests,
     }

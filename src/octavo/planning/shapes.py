@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +70,26 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All of them; a tied head counts once."""
         return self.layer_parameters + self.head_parameters * (1 if self.tied_head else 2)
+
+    def weight_bytes(self, dtype: str, quantization: str | None = None, *, step: bool = False) -> int:
+        """Bytes of the weights in memory. step: of those that a step reads (a tied head once, an embedding not).
+
+        quantization: int8 or int4[:group], as `EngineConfig.quantization`.
+        """
+        form, size = parse_weight_format(quantization), dtype_bytes(dtype)
+        hidden, inner, query = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        matrices = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
+        matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        heads = 1 if self.tied_head or step else 2
+
+        def bytes_of(rows: int, columns: int) -> int:
+            found = rows * columns * size if form is None else form.matrix_bytes(rows, columns)
+            if found is None:
+                raise ConfigError(f"quantization={quantization!r} needs a GGUF file; {self.name} is a name only")
+            return found
+
+        return self.num_layers * sum(bytes_of(*m) for m in matrices) + heads * bytes_of(self.vocab_size, hidden)
 
     def kv_bytes_per_token_layer(self, dtype: str) -> int:
         """Bytes of the key and the value of one token in one layer. dtype: of a model, or a `kv_cache_dtype`."""

@@ -27,7 +27,7 @@ from octavo.models.quantized_files.module import (
     no_problems,
 )
 from octavo.models.quantized_files.packing import make_weight, unpack_columns
-from octavo.models.quantized_files.settings import Settings
+from octavo.models.quantized_files.settings import Settings, names_part
 
 #: The nibble that holds output j of eight.
 NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -41,7 +41,7 @@ HARMLESS = (
 
 @dataclass(frozen=True)
 class AWQ:
-    """group_size: inputs per scale, -1 for all. skipped: parts of names of modules that are plain."""
+    """group_size: inputs per scale, -1 for all. skipped: names of modules that are plain, or of what they are in."""
 
     group_size: int
     zero_point: bool
@@ -52,7 +52,7 @@ class AWQ:
         return bool(found.names.keys() & {"qweight", "qzeros"})
 
     def must_be_packed(self, module: str) -> bool | None:
-        return False if any(part in module for part in self.skipped) else None
+        return False if names_part(module, self.skipped) else None
 
     def open(self, found: Found, files: Tensors) -> PackedModule:
         if len(found.shapes.get("qweight", ())) != 2:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from octavo.core.weight_format import WeightFormat
 from octavo.errors import ModelError
+from octavo.kernels.quantized_weights import QuantizedWeight
 from octavo.models.quantized_files.module import PackedModule, Scheme, Tensors
+from octavo.models.tensor_names import Part
 from octavo.models.weights import LISTED, Entry, LazyWeights
 
-ROUTER = ".router.weight"  # small, and left plain by every tool
+ROUTER = "router.weight"  # small, and left plain by every tool
 
 
 def packed_entries(
@@ -19,14 +22,20 @@ def packed_entries(
     scheme: Scheme,
     packed: Mapping[str, PackedModule],
     plain: Mapping[str, Entry],
-    rename: Callable[[str], str | None],
+    parts_of: Callable[[str], tuple[Part, ...] | None],
 ) -> tuple[dict[str, Entry], list[str]]:
     """(canonical name -> entry, tensors of no use here).
 
-    plain: the entries that are stored as floats, by canonical name. rename: a file's tensor name -> canonical name.
-    Raises `ModelError` with every module that does not fit the settings.
+    plain: the entries that are stored as floats, by canonical name. parts_of: a file's tensor name -> the weights it
+    holds, whole or as rows. Raises `ModelError` with every module that does not fit the settings.
     """
     problems = [text for module in packed.values() for text in module.problems]
+    found = {name: parts_of(f"{name}.weight") for name in packed}
+    problems += [
+        f"{name} holds weights transposed or stacked, which cannot be read from a quantised checkpoint"
+        for name, parts in found.items()
+        if not all(_is_rows(part) for part in parts or ())
+    ]
     problems += [
         f"{name} is quantised, but the settings leave it out" for name in packed if scheme.must_be_packed(name) is False
     ]
@@ -42,16 +51,34 @@ def packed_entries(
     entries: dict[str, Entry] = {}
     unused: list[str] = []
     for name, module in packed.items():
-        canonical = rename(f"{name}.weight")
-        if canonical is None or canonical in plain:
+        parts = found[name]
+        if parts is None or any(part.name in plain for part in parts):
             unused += module.found.names.values()
         else:
-            entries[canonical] = _entry(name, module)
+            entries.update({part.name: _entry(name, module, part) for part in parts})
     return entries, unused
 
 
-def _entry(name: str, module: PackedModule) -> Entry:
-    return Entry(name, module.shape, module.found.num_bytes, lambda: module.read().dequantize(), quantized=module.read)
+def _is_rows(part: Part) -> bool:
+    """The whole of a matrix, or some of its rows, as they are."""
+    return part.change is None and (not part.index or (len(part.index) == 1 and isinstance(part.index[0], slice)))
+
+
+def _entry(name: str, module: PackedModule, part: Part) -> Entry:
+    outputs, inputs = module.shape
+    if not part.index:
+        rows, read = outputs, module.read
+    else:
+        (cut,) = part.index
+        assert isinstance(cut, slice)
+        rows, read = len(range(*cut.indices(outputs))), lambda: _rows(module.read(), cut)
+    size = module.found.num_bytes * rows // max(outputs, 1)
+    return Entry(name, (rows, inputs), size, lambda: read().dequantize(), quantized=read)
+
+
+def _rows(weight: QuantizedWeight, cut: slice) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros[cut]
+    return replace(weight, codes=weight.codes[cut], scales=weight.scales[cut], zeros=zeros)
 
 
 def is_empty_bias(files: Tensors, name: str, packed: Iterable[str]) -> bool:

@@ -27,7 +27,7 @@ from octavo.models.quantized_files.module import (
     no_problems,
 )
 from octavo.models.quantized_files.packing import KINDS, make_weight, unpack_columns, unpack_rows
-from octavo.models.quantized_files.settings import Settings
+from octavo.models.quantized_files.settings import Settings, names_part
 
 #: Keys that choose kernels of other engines, or tell how the file was made.
 HARMLESS = (
@@ -57,7 +57,7 @@ class GPTQ:
     def must_be_packed(self, module: str) -> bool | None:
         if module == "lm_head":
             return self.head
-        return False if any(part in module for part in self.skipped) else None
+        return False if names_part(module, self.skipped) else None
 
     def open(self, found: Found, files: Tensors) -> PackedModule:
         if len(found.shapes.get("qweight", ())) != 2:

@@ -94,6 +94,11 @@ class Settings:
         raise ModelError(f"{self.where}: {key}={value!r}: {why}")
 
 
+def names_part(module: str, patterns: Sequence[str]) -> bool:
+    """Does one of the names stand in the module's, as whole words between dots? ("mlp.gate" is not "mlp.gate_proj".)"""
+    return any(f".{pattern}." in f".{module}." for pattern in patterns)
+
+
 def matches(module: str, kind: str, pattern: str) -> bool:
     """Does a target or ignore entry name the module? By class (`kind`), whole name, or "re:" and an expression."""
     if pattern.startswith("re:"):

@@ -1,0 +1,269 @@
+"""A quantised copy of a checkpoint, as compressed-tensors "pack-quantized": `octavo quantize`.
+
+The linear weights become the codes that `quantization=` makes of them at load, bit for bit; everything else is copied
+as it is stored. One tensor at a time is in memory, and one shard. The copy is put together beside its place and renamed
+into it when it is whole, so that a reader never sees half of it.
+
+With `keep_embeddings` the embedding and the output head stay floats: that is the form that other engines read (they
+know quantised linear layers, not quantised embeddings).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from octavo.core.weight_format import WeightFormat
+from octavo.errors import ConfigError, ModelError
+from octavo.kernels.quantized_weights import QuantizedWeight, quantize_rows
+from octavo.models.config_reader import spec_from_config
+from octavo.models.families import FAMILIES
+from octavo.models.names import is_float32, weight_shapes
+from octavo.models.quantized_files.packing import pack_columns, pack_rows
+from octavo.models.safetensors_loader import (
+    INDEX,
+    SINGLE,
+    SafetensorsFiles,
+    head_state,
+    open_safetensors,
+    quantization_of,
+    read_json,
+)
+from octavo.models.spec import ModelSpec
+from octavo.models.tensor_names import HARMLESS, Part, parts_of
+from octavo.models.weights import Progress
+
+SHARD_BYTES = 4 << 30
+#: What else belongs to a model: tokenizer, chat template, generation settings, licence.
+COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json",
+          "vocab.json", "merges.txt", "LICENSE*", "NOTICE*")  # fmt: skip
+BITS = {"int8": 8, "int4": 4}
+EMBEDDINGS = ("embedding.weight", "head.weight")
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of it. Bytes of the tensors, before and after; quantised: modules."""
+
+    path: Path
+    before: int
+    after: int
+    quantised: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One tensor of the source. module: its name without ".weight" if it is to be quantised, else None."""
+
+    name: str
+    module: str | None
+    shape: tuple[int, ...]
+    source_bytes: int
+    num_bytes: int
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    form: WeightFormat,
+    *,
+    keep_embeddings: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: Progress | None = None,
+) -> Written:
+    """Write a quantised copy of the directory `source` to `target`, which must not exist yet.
+
+    form: int8, or int4 with its group. on_progress: bytes of the source done, of all. Raises `ConfigError` or
+    `ModelError`, before anything is written, for what cannot be done.
+    """
+    if form.kind not in BITS:
+        raise ConfigError(f"--quantization {form}: a checkpoint can be stored as {', '.join(BITS)}")
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; name a directory that does not")
+    if not (source / "config.json").is_file():
+        raise ModelError(
+            f"{source}: no config.json; a directory of safetensors is needed (a GGUF file has its own packing)"
+        )
+    config = read_json(source / "config.json")
+    if (scheme := quantization_of(source, config)) is not None:
+        raise ModelError(f"{source}: is quantised already ({scheme.describe()}); give the original weights")
+    files = SafetensorsFiles(source)
+    spec = spec_from_config(config, head_state(files))
+    open_safetensors(files, spec)  # refuses what is incomplete
+    items = _items(files, spec, form, keep_embeddings)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        shards = _write_tensors(files, items, form, beside, shard_bytes, on_progress)
+        heads = FAMILIES[spec.architecture].names.heads
+        settings = quantization_config(form, items, keep_embeddings, heads)
+        config = {**config, "tie_word_embeddings": spec.tied_head, "quantization_config": settings}
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in sorted({p for pattern in COPIED for p in source.glob(pattern) if p.is_file()}):
+            shutil.copyfile(path, beside / path.name)
+        beside.chmod(0o777 & ~_umask())
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    before, after = (sum(getattr(i, name) for i in items) for name in ("source_bytes", "num_bytes"))
+    return Written(target, before, after, sum(i.module is not None for i in items), shards)
+
+
+def quantization_config(
+    form: WeightFormat, items: list[_Item], keep_embeddings: bool, heads: tuple[str, ...]
+) -> dict[str, Any]:
+    """The settings, as the compressed-tensors library spells them. Plain linear modules are named in `ignore`.
+
+    heads: names of the output head, which is a module to other libraries even where its weight is the embedding's.
+    """
+    int4 = form.kind == "int4"
+    weights = {
+        "num_bits": BITS[form.kind], "type": "int", "symmetric": not int4, "strategy": "group" if int4 else "channel",
+        "group_size": form.group_size, "dynamic": False, "actorder": None, "block_structure": None,
+        "observer": None, "observer_kwargs": {},
+    }  # fmt: skip
+    targets = ["Linear"] if keep_embeddings else ["Linear", "Embedding"]
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    plain = [
+        i.name.removesuffix(".weight")
+        for i in items
+        if i.module is None and len(i.shape) == 2 and i.name.endswith(".weight")
+    ]
+    quantised = {i.module for i in items}
+    plain += [head for head in heads if head not in quantised and head not in plain]
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }  # fmt: skip
+
+
+def packed_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """A weight that `quantize_rows` made -> its tensors, by the ends of their names."""
+    bits = BITS[weight.kind]
+    codes = weight.codes if weight.codes.dtype == torch.uint8 else (weight.codes.to(torch.int16) + 128).to(torch.uint8)
+    tensors = {
+        "weight_packed": pack_columns(codes, bits),
+        "weight_scale": weight.scales.contiguous(),
+        "weight_shape": torch.tensor(weight.codes.shape, dtype=torch.int64),
+    }
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = pack_rows(weight.zeros.to(torch.uint8), bits)
+    return tensors
+
+
+# -- what becomes of each tensor ---------------------------------------------------------------------------------------
+
+
+def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_embeddings: bool) -> list[_Item]:
+    names = FAMILIES[spec.architecture].names
+    prefix = names.prefix_in(files.names())
+    shapes = weight_shapes(spec)
+    items = []
+    for name in files.names():
+        parts = parts_of(name, spec, names, prefix)
+        if parts is None and HARMLESS.fullmatch(name):
+            continue
+        assert parts is not None, "open_safetensors refuses what it does not know"
+        if parts[0].name == "head.weight" and spec.tied_head and f"{prefix}{names.embedding}.weight" in files:
+            continue  # an equal copy of the embedding
+        dtype, shape = files.describe(name)
+        size = prod(shape) * ITEM_BYTES[dtype]
+        if not _is_product(parts, shapes) or (keep_embeddings and parts[0].name in EMBEDDINGS):
+            items.append(_Item(name, None, shape, size, size))
+            continue
+        if not name.endswith(".weight") or any(p.change is not None or len(p.index) > 1 for p in parts):
+            raise ModelError(
+                f"{files.directory}: {name} stores its weights transposed or stacked, which compressed-tensors has no "
+                "form for; quantise this model at load instead (quantization=)"
+            )
+        packed = _packed_bytes(shape[0], shape[1], form)
+        items.append(_Item(name, name.removesuffix(".weight"), shape, size, packed))
+    return items
+
+
+def _is_product(parts: tuple[Part, ...], shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Does `quantization=` quantise it? All matrices but routers and learned positions."""
+    return all(
+        len(shapes.get(p.name, ())) == 2
+        and p.name.endswith(".weight")
+        and not is_float32(p.name)
+        and p.name != "positions.weight"
+        for p in parts
+    )
+
+
+def _packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
+    bits, size = BITS[form.kind], min(form.group_size or columns, columns)
+    groups = -(-columns // size)
+    codes = 4 * rows * -(-columns * bits // 32)
+    zeros = 4 * groups * -(-rows * bits // 32) if form.kind == "int4" else 0
+    return codes + 4 * rows * groups + zeros + 16
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def _write_tensors(
+    files: SafetensorsFiles,
+    items: list[_Item],
+    form: WeightFormat,
+    directory: Path,
+    shard_bytes: int,
+    on_progress: Progress | None,
+) -> int:
+    """All tensors in one file or in shards with an index; how many files."""
+    shards: list[list[_Item]] = [[]]
+    held = 0
+    for item in items:
+        if shards[-1] and held + item.num_bytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(item)
+        held += item.num_bytes
+    table: dict[str, str] = {}
+    total, done = sum(i.source_bytes for i in items), 0
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for item in shard:
+            tensors |= _tensors(files, item, form)
+            done += item.source_bytes
+            if on_progress is not None:
+                on_progress(done, total)
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        table |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(i.num_bytes for i in items)}, "weight_map": table}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(shards)
+
+
+def _tensors(files: SafetensorsFiles, item: _Item, form: WeightFormat) -> dict[str, torch.Tensor]:
+    tensor = files.read(item.name)
+    if item.module is None:
+        return {item.name: tensor.contiguous()}
+    try:
+        weight = quantize_rows(tensor, form.kind, form.group_size)
+    except ConfigError as error:
+        raise ModelError(f"{files.directory}: {item.name}: {error}") from error
+    return {f"{item.module}.{end}": part for end, part in packed_tensors(weight).items()}
+
+
+def _umask() -> int:
+    """The process's mask for new files (a temporary directory starts out private)."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

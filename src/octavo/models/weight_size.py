@@ -1,0 +1,51 @@
+"""Bytes that a model's weights will take in memory, from headers alone: as a plan needs them before anything is loaded.
+
+Matrices take what their format makes of them (`core/weight_format.py`), those of a quantised checkpoint what they take
+in its file; norms, biases and routers stay floats. No weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from octavo.core.weight_format import WeightFormat
+from octavo.errors import ConfigError
+from octavo.models.names import is_float32, weight_shapes
+from octavo.models.spec import ModelSpec
+
+UNQUANTIZED = ("positions.weight",)  # learned positions are looked up, never multiplied
+
+
+@dataclass(frozen=True)
+class StoredSizes:
+    """What a model's files say. packed: bytes of the weights they store quantised, by canonical name.
+
+    kind: how those are stored, in words; None: nothing is. gguf: the blocks of a GGUF file, which the engine unpacks
+    unless it is told `quantization="gguf"`.
+    """
+
+    spec: ModelSpec
+    packed: Mapping[str, int]
+    kind: str | None
+    gguf: bool = False
+
+    def weight_bytes(self, itemsize: int, form: WeightFormat | None = None) -> int:
+        """In memory, with `itemsize` bytes for a float and `form` for what it applies to. A tied head counts once."""
+        if form is not None and form.kind == "gguf":
+            if not self.gguf:
+                raise ConfigError("quantization='gguf' needs a GGUF file; use int8 or int4")
+            return self._sum(itemsize, None, self.packed)
+        return self._sum(itemsize, form, {} if self.gguf else self.packed)
+
+    def _sum(self, itemsize: int, form: WeightFormat | None, packed: Mapping[str, int]) -> int:
+        total = 0
+        for name, shape in weight_shapes(self.spec).items():
+            if name in packed:
+                total += packed[name]
+                continue
+            matrix = len(shape) == 2 and not is_float32(name) and name not in UNQUANTIZED
+            size = form.matrix_bytes(*shape) if matrix and form is not None else None
+            total += prod(shape) * (4 if is_float32(name) else itemsize) if size is None else size
+        return total
