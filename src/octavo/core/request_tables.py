@@ -294,7 +294,8 @@ class RequestTables:
         available = self.pool.num_available
         if need <= available:
             return
-        held = sorted(self.requests.values(), key=lambda r: -sum(t.num_live for t in r.tables))
+        held = [r for r in self.requests.values() if any(t.num_live for t in r.tables)]
+        held.sort(key=lambda r: -sum(t.num_live for t in r.tables))
         names = [f"request {r.request_id!r} with {self._holding(r)}" for r in held[:NAMED_HOLDERS]]
         if len(held) > NAMED_HOLDERS:
             names.append(f"{len(held) - NAMED_HOLDERS} more requests")

@@ -51,8 +51,9 @@ def paged_cache_attention(
     place = getattr(key, "octavo_place", None)
     if place is None:
         raise RequestError(
-            f"attn_implementation={ATTENTION!r} attends to the blocks of a PagedCache and this call has none: pass "
-            f"past_key_values=PagedCache(model.config, …) with use_cache=True, or set another implementation"
+            f"attn_implementation={ATTENTION!r} attends to the blocks of a PagedCache and {type(module).__name__} came "
+            f"without: pass past_key_values=PagedCache(model.config, …) with use_cache=True. If you did, this model "
+            f"changes keys after they are cached (latent attention): set eager or sdpa, for which blocks are gathered"
         )
     del key.octavo_place  # type: ignore[attr-defined]
     foreign = [name for name in FOREIGN if kwargs.get(name) is not None]
@@ -83,7 +84,7 @@ def padding_mask(
     if not _is_plain(mask_function):
         raise RequestError(
             f"this model or input needs a mask that is neither causal nor a sliding window (packed sequences, tokens "
-            f"that see ahead): {ATTENTION!r} does not compute it; set attention to eager or sdpa, and PagedCache gathers"
+            f"that see ahead): {ATTENTION!r} does not compute it; set eager or sdpa, for which blocks are gathered"
         )
     if attention_mask is None:
         return None
