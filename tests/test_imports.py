@@ -52,8 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
-    "attention_settings": "engine", "builder": "engine", "speculation": "engine", "door": "engine", "engine_stats": "engine",
-    "overlapping": "engine", "request_text": "engine",
+    "attention_settings": "engine", "builder": "engine", "lora": "engine", "speculation": "engine", "door": "engine", "engine_stats": "engine",
+    "overlapping": "engine", "device_setup": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
     "paged": "attention", "functional": "attention", "host_memory": "devices", "npu_device": "devices", "__init__": "package", "__main__": "cli",
@@ -62,6 +62,7 @@ PART_OF = {
 ALLOWED = {
     ("kernels", "octavo.models.spec"): "plain numbers of a model, no code",
     ("config", "octavo.core.speculative_setting"): "what speculative may be, refused where it is given; plain values",
+    ("config", "octavo.core.lora_setting"): "what lora may be, refused where it is given; plain values",
     ("config", "octavo.core.kv_format"): "what kv_cache_dtype may be, refused where it is given; plain numbers",
     ("cli", "octavo.progress"): "the progress bar of loading",
     ("bench", "octavo.cli.options"): "its subcommands take the options of an engine as the others do",

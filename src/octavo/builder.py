@@ -22,19 +22,20 @@ from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.settings import SchedulerSettings
 from octavo.core.weight_format import check_weight_format
+from octavo.device_setup import make_device_runner, may_record, measured_budget, queues_steps, settle_graphs
 from octavo.devices import Device, find_device
 from octavo.engine import Engine
 from octavo.errors import ConfigError
-from octavo.kernels import cpu
+from octavo.kernels import cpu, triton
 from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.kernels.ops import Ops, TorchOps
 from octavo.logs import logger
+from octavo.lora import load_adapters
 from octavo.models.load import LoadedModel, load_model, pick_dtype
 from octavo.models.spec import ModelSpec
 from octavo.overlapping import overlapped, overlapping_settings, settle_overlap
 from octavo.runner.kv_store import KVStore
-from octavo.runner.largest_step import largest_step_bytes
-from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget, cuda_budget
+from octavo.runner.memory import Budget, available_cpu_bytes, cpu_budget
 from octavo.runner.model_runner import ModelRunner, Profile
 from octavo.speculation import load_draft, settle_speculation
 
@@ -68,14 +69,13 @@ def build_engine(
     if instrument is not None:
         ops = instrument.ops(ops)
     model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
-    _check_impl(config, model)
     check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
     config, chosen = settle_blocks(config, model.spec, dtype, where)
     target_layout = layout = layout_for(config, model.spec, dtype.itemsize)
     guide = load_draft(config, model, layout, dtype, device, ops, report)
     if guide is not None:
         target_layout, layout = guide.pool.target, guide.pool.whole
-    budget = _budget(config, model, target_layout, dtype, device)
+    budget = _budget(config, model, target_layout, dtype, where)
     longest = min(m.spec.max_position_embeddings for m in ((model,) if guide is None else (model, guide.model)))
     resolved = resolve(config, _facts(config, longest, layout, budget, device, dtype))
     resolved = Resolved(resolved.config, (*chosen, *resolved.choices))
@@ -83,16 +83,19 @@ def build_engine(
     final = resolved.config
     assert final.num_blocks is not None and final.max_model_len is not None and final.swap_bytes is not None
     host_blocks = final.swap_bytes // layout.bytes_per_block
+    num_blocks = final.num_blocks + may_record(where, final)  # one more, where rows of graphs that are nobody's write
     store = KVStore.allocate(
-        target_layout, model.spec, final.num_blocks, dtype=dtype, device=device, num_host_blocks=host_blocks
+        target_layout, model.spec, num_blocks, dtype=dtype, device=where.torch, num_host_blocks=host_blocks
     )
     backend = make_backend(final.attention_backend, store.cache, model.spec)
     if final.attention_backend == "auto":
         why = "fastest that fits" if backend.name != "reference" or device != "cpu" else cpu.why_unavailable()
         final = replace(final, attention_backend=backend.name)
         resolved = Resolved(final, (*resolved.choices, Choice("attention_backend", "auto", backend.name, why)))
+    graphs, resolved = settle_graphs(resolved, where, backend, model)
+    final = resolved.config
     make_runner = partial(
-        ModelRunner,
+        make_device_runner(where, graphs, final.num_blocks) if queues_steps(where, final) else ModelRunner,  # type: ignore[arg-type]
         max_num_seqs=final.max_num_seqs,
         max_model_len=final.max_model_len,  # type: ignore[arg-type]
         max_num_batched_tokens=final.max_num_batched_tokens,
@@ -102,7 +105,9 @@ def build_engine(
     words = "" if guide is None else str(guide.pool)
     speculation, resolved = settle_speculation(resolved, model, store, make_runner, draft, words)
     watched = backend if instrument is None else instrument.backend(backend)
-    runner = make_runner(model.decoder, store, watched, profile=instrument, draft=draft)
+    guided = {} if draft is None else {"draft": draft}
+    runner = make_runner(model.decoder, store, watched, profile=instrument, **guided)
+    adapters = load_adapters(final, model, runner, where)
     overlap, resolved = settle_overlap(resolved, where)
     settings = replace(scheduler_settings(final, layout, model.spec, host_blocks, device), speculation=speculation)
     scheduler = Scheduler(overlapping_settings(settings, overlap), layout)
@@ -128,19 +133,8 @@ def build_engine(
         eos_token_ids=tuple(eos),
         hardware=_hardware(where, model, store, budget),
         overlap=steps,
+        adapters=adapters,
     )
-
-
-def _check_impl(config: EngineConfig, model: LoadedModel) -> None:
-    """Say whose code computes, and refuse what only the own decoder can do."""
-    if model.impl == "octavo":
-        return
-    if config.quantization not in (None, "auto"):
-        raise ConfigError(
-            f"quantization={config.quantization!r} needs Octavo's own decoder, and {config.model} runs through "
-            f"transformers ({model.impl_why}); leave quantization out"
-        )
-    logger.warning("%s runs through transformers, slower than Octavo's own decoder: %s", config.model, model.impl_why)
 
 
 def _settle_impl(resolved: Resolved, model: LoadedModel) -> Resolved:
@@ -206,7 +200,12 @@ def swap_block_tokens(layout: KVLayout, spec: ModelSpec, device: str) -> float:
 
 
 def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
-    quantization = check_weight_format(config.quantization, device.partition(":")[0])
+    kind = device.partition(":")[0]
+    quantization = check_weight_format(config.quantization, kind)
+    if config.attention_backend == "triton" or (kind == "cuda" and config.attention_backend == "auto"):
+        if not (reason := triton.why_unusable(kind)):
+            return triton.make_ops(quantization)
+        logger.warning("%s: norms and activations run through torch, one small operation after the other", reason)
     if device != "cpu" or config.attention_backend == "reference":
         return TorchOps(quantization)
     if cpu.why_unavailable():
@@ -214,29 +213,18 @@ def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
     return cpu.make_ops(dtype, quantization)
 
 
-def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, device: str) -> Budget:
+def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: torch.dtype, where: Device) -> Budget:
     """Bytes for KV blocks: as asked, or what the device can spare once the weights are in."""
     if config.num_blocks is not None:
         return Budget(config.num_blocks * layout.bytes_per_block, "as asked")
-    if device == "cpu":
+    if where.kind == "cpu":
         if config.cpu_kv_bytes is None:
             return cpu_budget(config.gpu_memory_utilization)
         if config.cpu_kv_bytes > (available := available_cpu_bytes()):
             raise ConfigError(f"cpu_kv_bytes={config.cpu_kv_bytes}: {available} bytes are available; ask for less")
         return Budget(config.cpu_kv_bytes, f"cpu_kv_bytes={config.cpu_kv_bytes}")
-    peak = largest_step_bytes(
-        model.decoder,
-        model.spec,
-        layout,
-        lambda cache, spec: make_backend(config.attention_backend, cache, spec),
-        dtype=dtype,
-        device=device,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len or model.spec.max_position_embeddings,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=model.spec.vocab_size,
-    )
-    return cuda_budget(config.gpu_memory_utilization, peak, device)
+    make = partial(make_backend, config.attention_backend)
+    return measured_budget(config, model, layout, dtype, where, make)
 
 
 def _facts(

@@ -28,10 +28,10 @@ def settle_overlap(resolved: Resolved, device: Device) -> tuple[bool, Resolved]:
     elif config.overlap != "auto":
         return bool(config.overlap), resolved
     else:
-        chosen = device.is_asynchronous
+        chosen = device.is_asynchronous and device.kind != "npu"
         why = "the next step is planned while the device works"
         if not chosen:
-            why = "a CPU computes and plans on the same cores"
+            why = "on a CPU computing and planning share the cores" if device.kind == "cpu" else "on GPUs only"
     choice = Choice("overlap", "auto", chosen, why)
     return chosen, Resolved(replace(config, overlap=chosen), (*resolved.choices, choice))
 

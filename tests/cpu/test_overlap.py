@@ -164,7 +164,7 @@ def test_an_error_of_the_runner_stops_the_engine_and_its_thread(model: Model) ->
     def broken(plan: StepPlan) -> StepResult:
         raise ZeroDivisionError("broken on purpose")
 
-    engine.runner.runner.execute = broken  # type: ignore[attr-defined]
+    engine.runner.runner.execute = broken
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3), use_tqdm=False)
     llm.close()
@@ -198,7 +198,7 @@ class _Queue(CpuDevice):
 @pytest.mark.parametrize(
     ("given", "device", "chosen", "why"),
     [
-        ({}, CpuDevice(), False, "same cores"),
+        ({}, CpuDevice(), False, "share the cores"),
         ({}, _Queue(), True, "while the device works"),
         ({"speculative": "ngram"}, _Queue(), False, "speculation"),
         ({"overlap": True}, CpuDevice(), True, "as asked"),

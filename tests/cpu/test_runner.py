@@ -428,5 +428,5 @@ def test_largest_step_fills_the_budget_and_runs(seqs, length, tokens):
     rig = Rig(num_blocks=num_blocks, spec=spec, **limits)
     assert len(rig.runner.execute(plan).drawn) == len(plan.scheduled)
     kind = {"dtype": torch.float32, "device": "cpu", "vocab_size": VOCAB}
-    peak = largest_step_bytes(FakeDecoder(spec), spec, layout, ReferenceAttention, **kind, **limits)
+    peak = largest_step_bytes(FakeDecoder(spec), spec, layout, ReferenceAttention, **kind, **limits).largest
     assert 0 <= peak < 1 << 30

@@ -171,10 +171,13 @@ def test_cuda_budget_subtracts_what_is_taken_and_the_peak(monkeypatch):
     card = CudaDevice.__new__(CudaDevice)
     card.torch = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 << 30)
     budget = memory.cuda_budget(0.9, 2 << 30, card)
     assert budget.bytes == (72 - 10 - 2) << 30
-    assert "0.9 of 80.0 GiB, minus 10.00 GiB in use and 2.00 GiB" in budget.reason
+    assert "0.9 of 80.0 GiB, minus 10.00 GiB in use (4.00 GiB not by this engine) and 2.00 GiB" in budget.reason
     assert memory.cuda_budget(0.1, 2 << 30, card).bytes == 0
+    graphs = memory.cuda_budget(0.9, 2 << 30, card, 3 << 30)
+    assert graphs.bytes == budget.bytes - (3 << 30) and "3.00 GiB for graphs" in graphs.reason
     assert memory.available_bytes(card) == 70 << 30
 
 

@@ -10,7 +10,7 @@ know the model or the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,22 @@ class StepBatch:
     attention: AttentionBatch
 
 
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A step's input as arrays of the host. index: each row's place in the row store; slots: per group int64 [T]."""
+
+    scheduled: list[ScheduledSequence]
+    rows: list[SequenceRow]
+    index: Ints
+    query_start: npt.NDArray[np.int32]
+    context_len: npt.NDArray[np.int32]
+    token_ids: Ints
+    positions: Ints
+    slots: list[Ints]
+    max_query: int
+    max_context: int
+
+
 class BatchBuilder:
     """Assembles batches of at most `max_tokens` tokens over the tables of `rows`.
 
@@ -59,6 +75,10 @@ class BatchBuilder:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._device = device
+        #: Told of every batch: its rows, and int64 [B + 1] where their tokens start.
+        self.on_batch: Callable[[Sequence[SequenceRow], Ints], None] | None = None
+        #: Places of the batch whose token is not known on the host, filled by `arrays`; None: it knows all of them.
+        self.late: list[tuple[int, SequenceRow]] | None = None
         self._tokens = np.zeros(max_tokens, dtype=np.int64)
         self._positions = np.zeros(max_tokens, dtype=np.int64)
         self._slots = [np.zeros(max_tokens, dtype=np.int64) for _ in layout.groups]
@@ -68,6 +88,26 @@ class BatchBuilder:
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
         """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own."""
+        host = self.arrays(scheduled)
+        attention = AttentionBatch(
+            query_start=self._to_device(host.query_start),
+            context_len=self._to_device(host.context_len),
+            block_tables=[self._to_device(table) for table in self._batch_tables(host.index)],
+            slots=[self._to_device(slots) for slots in host.slots],
+            max_query=host.max_query,
+            max_context=host.max_context,
+        )
+        return StepBatch(
+            scheduled=host.scheduled,
+            rows=host.rows,
+            starts=host.query_start.tolist(),
+            token_ids=self._to_device(host.token_ids),
+            positions=self._to_device(host.positions),
+            attention=attention,
+        )
+
+    def arrays(self, scheduled: Sequence[ScheduledSequence]) -> HostBatch:
+        """The same on the host, without the tables; valid until the next call."""
         pairs = sorted(((self._rows.get(s.seq_id), s) for s in scheduled), key=lambda pair: pair[0].index)
         rows, order = [row for row, _ in pairs], [s for _, s in pairs]
         counts = np.fromiter((s.num_tokens for s in order), dtype=np.int64, count=len(order))
@@ -78,24 +118,24 @@ class BatchBuilder:
         first = np.fromiter((s.start for s in order), dtype=np.int64, count=len(order))
         context = first + counts
         np.add(np.repeat(first - starts[:-1], counts), self._arange[:total], out=self._positions[:total])
+        if self.late is not None:
+            self.late = []
         self._fill_tokens(rows, order, starts.tolist(), total)
+        if self.on_batch is not None:
+            self.on_batch(rows, starts)
         index = np.fromiter((row.index for row in rows), dtype=np.int64, count=len(rows))
         self._fill_slots(order, np.repeat(index, counts), np.repeat(np.arange(len(order)), counts), total)
-        attention = AttentionBatch(
-            query_start=self._to_device(starts.astype(np.int32)),
-            context_len=self._to_device(context.astype(np.int32)),
-            block_tables=[self._to_device(table) for table in self._batch_tables(index)],
-            slots=[self._to_device(slots[:total]) for slots in self._slots],
-            max_query=int(counts.max()),
-            max_context=int(context.max()),
-        )
-        return StepBatch(
+        return HostBatch(
             scheduled=order,
             rows=rows,
-            starts=starts.tolist(),
-            token_ids=self._to_device(self._tokens[:total]),
-            positions=self._to_device(self._positions[:total]),
-            attention=attention,
+            index=index,
+            query_start=starts.astype(np.int32),
+            context_len=context.astype(np.int32),
+            token_ids=self._tokens[:total],
+            positions=self._positions[:total],
+            slots=[slots[:total] for slots in self._slots],
+            max_query=int(counts.max()),
+            max_context=int(context.max()),
         )
 
     def _check(self, order: list[ScheduledSequence], rows: list[SequenceRow], counts: Ints, total: int) -> None:
@@ -118,17 +158,20 @@ class BatchBuilder:
         for i, s in enumerate(order):
             if s.num_tokens == 1:
                 token = s.token_ids[0]
-                tokens[starts[i]] = self._last(rows[i]) if token == LAST_SAMPLED else token
+                tokens[starts[i]] = self._last(rows[i], starts[i]) if token == LAST_SAMPLED else token
             else:
                 tokens[starts[i] : starts[i + 1]] = s.token_ids
                 if LAST_SAMPLED in s.token_ids:
                     place = starts[i] + s.token_ids.index(LAST_SAMPLED)
-                    tokens[place] = self._last(rows[i])
+                    tokens[place] = self._last(rows[i], place)
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             self._refuse_tokens(rows, starts)
 
-    def _last(self, row: SequenceRow) -> int:
+    def _last(self, row: SequenceRow, place: int) -> int:
         """What LAST_SAMPLED stands for; 0 for a sequence whose draw failed, which cannot be used any more."""
+        if self.late is not None:
+            self.late.append((place, row))  # the device has it
+            return 0
         if row.last_token is None:
             if row.error is None:
                 row.error = f"sequence {row.seq_id} refers to the token it drew last, but has drawn none"

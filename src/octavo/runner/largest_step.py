@@ -7,11 +7,13 @@ Run once before the KV pool is sized. It computes `max_num_batched_tokens` token
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from octavo.core.kv_layout import KVLayout
 from octavo.core.step import ScheduledSequence, SequenceStart, StepPlan, TableUpdate
+from octavo.devices import Device, device_of
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.spec import ModelSpec
 from octavo.runner.kv_store import KVStore
@@ -20,10 +22,24 @@ from octavo.runner.model_runner import DecoderLike, ModelRunner
 from octavo.sampling_params import SamplingParams
 
 _PARAMS = SamplingParams(top_p=0.9, logprobs=8)
+_PARAMS_ON_DEVICE = SamplingParams(top_p=0.9)  # log-probabilities would send the draws to the host
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What steps take above weights and KV blocks: the largest of all, and one token of every sequence."""
+
+    largest: int
+    decode: int
 
 
 def largest_step(
-    layout: KVLayout, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+    layout: KVLayout,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    params: SamplingParams = _PARAMS,
 ) -> tuple[StepPlan, int]:
     """(plan, blocks it needs). All its sequences share the same blocks: only the shapes matter, not the values."""
     longest = min(max_model_len, max_num_batched_tokens)
@@ -39,7 +55,7 @@ def largest_step(
             TableUpdate(group, 0, tuple(range(group * per_group, (group + 1) * per_group)))
             for group in range(layout.num_groups)
         )
-        starts.append(SequenceStart(seq_id, "largest-step", 0, _PARAMS, ids, length, seed=0))
+        starts.append(SequenceStart(seq_id, "largest-step", 0, params, ids, length, seed=0))
         scheduled.append(ScheduledSequence(seq_id, 0, ids, tables, (seq_id,)))
         left -= length
         if left == 0:
@@ -54,22 +70,28 @@ def largest_step_bytes(
     make_backend: Callable[[KVCache, ModelSpec], AttentionBackend],
     *,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str | Device,
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int,
     vocab_size: int,
-) -> int:
-    """Peak bytes of the largest step above weights and KV blocks. Allocates a small KV store and drops it again."""
+    make_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> StepBytes:
+    """Peak bytes of steps above weights and KV blocks. Allocates a small KV store and drops it again.
+
+    make_runner: the class whose steps are measured, or a function like it.
+    """
+    where = device_of(device)
     plan, num_blocks = largest_step(
         layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        params=_PARAMS if make_runner is ModelRunner else _PARAMS_ON_DEVICE,
     )
-    store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
+    store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=where.torch)
     store.cache.kv.zero_()  # touch every page now, so that the blocks are not counted as part of the step
-    runner = ModelRunner(
+    runner = make_runner(
         decoder,
         store,
         make_backend(store.cache, spec),
@@ -78,4 +100,7 @@ def largest_step_bytes(
         max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=vocab_size,
     )
-    return measure_activation_peak(lambda: runner.execute(plan), device)
+    largest = measure_activation_peak(lambda: runner.execute(plan), where)
+    again = tuple(ScheduledSequence(s.seq_id, s.num_tokens - 1, (1,), (), (s.seq_id,)) for s in plan.scheduled)
+    decode = measure_activation_peak(lambda: runner.execute(StepPlan(1, again)), where)
+    return StepBytes(largest, decode)

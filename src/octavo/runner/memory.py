@@ -61,16 +61,22 @@ def cpu_budget(utilization: float = 1.0, available: int | None = None, total: in
     return Budget(share, f"{CPU_KV_SHARE:.0%} of the {available / GIB:.1f} GiB available after the weights")
 
 
-def cuda_budget(utilization: float, activation_peak: int, device: torch.device | str | Device = "cuda") -> Budget:
-    """KV bytes on a GPU: utilization * total, minus what is taken already and the largest step's activations."""
+def cuda_budget(
+    utilization: float, activation_peak: int, device: torch.device | str | Device = "cuda", graph_bytes: int = 0
+) -> Budget:
+    """KV bytes on a GPU: utilization * total, minus what is taken already (by whomever), the largest step's
+    activations, and what recorded steps keep."""
     where = device_of(device)
+    where.release_cached()  # what torch keeps for later is not taken
     free, total = where.available_bytes(), where.total_bytes()
     taken = total - free
-    left = int(total * utilization) - taken - activation_peak
+    left = int(total * utilization) - taken - activation_peak - graph_bytes
+    others = taken - where.held_bytes()
+    graphs = f", {graph_bytes / GIB:.2f} GiB for graphs" if graph_bytes else ""
     return Budget(
         max(0, left),
         f"gpu_memory_utilization={utilization:g} of {total / GIB:.1f} GiB, minus {taken / GIB:.2f} GiB in use "
-        f"and {activation_peak / GIB:.2f} GiB for the largest step",
+        f"({others / GIB:.2f} GiB not by this engine){graphs} and {activation_peak / GIB:.2f} GiB for the largest step",
         activation_peak,
     )
 

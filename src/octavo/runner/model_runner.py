@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -111,6 +111,10 @@ class ModelRunner:
         whole = getattr(getattr(decoder, "spec", None), "vocab_size", None) == vocab_size
         self._best = getattr(decoder, "best", None) if whole else None
 
+    def watch_batches(self, watcher: Callable[[Sequence[SequenceRow], Any], None]) -> None:
+        """Call watcher(rows, starts) for every batch before it is computed, see `BatchBuilder.on_batch`."""
+        self._batches.on_batch = watcher
+
     @property
     def num_rows(self) -> int:
         """Live sequences the runner has a row for."""
@@ -131,14 +135,18 @@ class ModelRunner:
                 scheduled = self._draft.follow(plan.scheduled)
             with section("prepare"):
                 batch = self._batch(scheduled)
-        with section("model"):
+        return self._finish(plan.step_id, batch)
+
+    def _finish(self, step_id: int, batch: StepBatch) -> StepResult:
+        """Compute a planned batch and draw."""
+        with self.profile.section("model"):
             hidden = self._decoder.forward(batch.token_ids, batch.positions, self._backend)
         # Prompt logprobs first: a NaN found there is an error of the draw.
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         for b, row in enumerate(batch.rows):
             if row.pool is not None:
                 row.pool.add(hidden[batch.starts[b] : batch.starts[b + 1]])
-        return StepResult(plan.step_id, self._draw(batch, hidden), prompt_logprobs)
+        return StepResult(step_id, self._draw(batch, hidden), prompt_logprobs)
 
     def _obey(self, plan: StepPlan) -> None:
         """Everything of the plan that comes before computing."""
