@@ -202,7 +202,7 @@ class AsyncEngine:
         if tokenizer is None:
             raise RequestError("the engine has no tokenizer: give prompt_token_ids")
         ids = await self.off_loop(lambda: tokenizer.encode(text), len(text))
-        return Prompt(text, tuple(ids), prompt.cache_salt)
+        return replace(prompt, token_ids=tuple(ids))
 
     async def off_loop(self, work: Callable[[], T], characters: int) -> T:
         """Text work of about so many characters: here when it is short, on a helper thread when it is long."""
@@ -294,6 +294,7 @@ class AsyncEngine:
                     prompt=request.prompt.text,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    lora=request.prompt.lora,
                 )
         except BaseException as error:
             for other in taken[:-1] if isinstance(error, RequestError) else taken:

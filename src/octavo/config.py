@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from octavo.core.kv_format import parse_kv_dtype
+from octavo.core.lora_setting import MAX_LORAS, parse_lora
 from octavo.core.speculative_setting import parse_speculative
 from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError
@@ -34,11 +35,12 @@ class EngineConfig:
     "paged", or "static" (the classic baseline: max_model_len positions reserved per sequence). hybrid_kv: layers with
     a sliding window keep only their window. preemption: auto, recompute, swap. swap_bytes: host memory for
     swapped-out blocks. max_queue: most waiting requests (None: no limit). enforce_eager: no graphs, no compilation.
-    model_impl: "octavo" (its own decoder), "transformers" (that library's code around paged attention, slower), or "auto":
-    the own decoder where it covers the model.
+    model_impl: "octavo" (its own decoder), "transformers" (that library's code around paged attention, slower), or
+    "auto": the own decoder where it covers the model (docs/transformers.md).
     speculative: tokens are guessed ahead and checked together ("ngram", "ngram:5", "draft:PATH:4", or a mapping; see
     docs/speculative.md). overlap: the next step is planned while one runs; "auto": on a GPU, without speculation (see
-    docs/gpu.md). record: file that receives arrivals and decisions for `octavo replay`.
+    docs/gpu.md). lora: adapters to load, name -> directory; max_loras: most of them in memory (docs/lora.md).
+    record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
     """
 
@@ -71,6 +73,8 @@ class EngineConfig:
     copy_on_write: bool = True
     speculative: Mapping[str, Any] | str | None = None
     overlap: bool | str = "auto"
+    lora: Mapping[str, str] | str | None = None
+    max_loras: int = MAX_LORAS
     record: str | None = None
     debug: bool = False
 
@@ -84,6 +88,10 @@ class EngineConfig:
         parse_kv_dtype(self.kv_cache_dtype)
         parse_weight_format(self.quantization)
         object.__setattr__(self, "speculative", parse_speculative(self.speculative))
+        object.__setattr__(self, "lora", parse_lora(self.lora))
+        self._positive("max_loras")
+        if self.lora is not None and len(self.lora) > self.max_loras:
+            raise ConfigError(f"lora: {len(self.lora)} adapters, max_loras={self.max_loras}; raise it")
         self._choice("allocation", ("paged", "static"))
         self._choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._choice("model_impl", ("auto", "octavo", "transformers"))
@@ -126,7 +134,7 @@ class EngineConfig:
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
-        if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+        if value is None and name not in ("max_num_seqs", "max_num_batched_tokens", "max_loras"):
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")

@@ -53,6 +53,7 @@ class Door:
         arrival: float,
         priority: int,
         cache_salt: str | None,
+        adapter: str | None = None,
     ) -> Request:
         """A checked request. Raises `PromptError` or `SamplingError`."""
         self._check_prompt(prompt_token_ids)
@@ -76,6 +77,7 @@ class Door:
             seed=self._seed_of(params, number),
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
             end_ids=self._end_ids(params),
             bad_word_ids=self._bad_words(params) if isinstance(params, SamplingParams) else (),
             max_len=prompt_len + max_tokens,

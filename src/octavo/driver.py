@@ -67,6 +67,7 @@ class Driver:
                         prompt=prompt.text,
                         priority=priorities[index] or 0,
                         cache_salt=prompt.cache_salt,
+                        lora=prompt.lora,
                     )
                 except RequestError as error:
                     if len(prompts) == 1:

@@ -24,11 +24,13 @@ from octavo.door import Door
 from octavo.engine_stats import EngineStats as EngineStats
 from octavo.errors import InternalError, RequestError
 from octavo.logs import logger
+from octavo.lora import Adapters, LoadedAdapter
 from octavo.outputs import BeamSearchOutput, RequestOutput
 from octavo.request_text import RequestText
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.models.lora_reader import AdapterFiles
     from octavo.models.spec import ModelSpec
     from octavo.models.tokenizer import Tokenizer
 
@@ -49,6 +51,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         hardware: dict[str, Any] | None = None,
         overlap: OverlappedSteps | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.config: EngineConfig = resolved.config
         self.spec = spec
@@ -57,6 +60,7 @@ class Engine:
         self.runner = runner
         self._resolved = resolved
         self._overlap = overlap
+        self.adapters = adapters or Adapters(None, self.config.max_loras)
         self._clock = clock
         self._door = Door(vocab_size, eos_token_ids, scheduler.settings.max_model_len, tokenizer, seed=self.config.seed)
         self._texts: dict[str, RequestText] = {}
@@ -90,14 +94,20 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> None:
-        """Queue a request. Raises `RequestError` for what can never be served; the engine is unchanged then."""
+        """Queue a request. Raises `RequestError` for what can never be served; the engine is unchanged then.
+
+        lora: name of a loaded adapter that it runs with.
+        """
         self._check_alive()
         if request_id in self._texts:
             raise RequestError(f"request_id {request_id!r} is in use; give every request its own")
+        adapter = self.adapters.key_of(lora)
         request = self._door.admit(
-            request_id, prompt_token_ids, params, arrival=self._clock(), priority=priority, cache_salt=cache_salt
-        )
+            request_id, prompt_token_ids, params, arrival=self._clock(), priority=priority, cache_salt=cache_salt,
+            adapter=adapter,
+        )  # fmt: skip
         self.scheduler.add(request)
         self._texts[request_id] = RequestText(request, prompt, self.tokenizer)
         if self._recorder is not None:
@@ -109,6 +119,23 @@ class Engine:
         isolated: try it in another process first, as a server does with the grammars of strangers.
         """
         self._door.prepare(params, isolated)
+
+    def load_lora(self, name: str, adapter: str | AdapterFiles) -> LoadedAdapter:
+        """Load an adapter, a directory or what `read_adapter` made of one. Raises `ModelError` or `RequestError`."""
+        from octavo.models.lora_reader import read_adapter
+
+        self._check_alive()
+        return self.adapters.load(name, read_adapter(adapter) if isinstance(adapter, str) else adapter)
+
+    def drop_lora(self, name: str) -> None:
+        """Take an adapter's name away; requests that run with it finish with it. Raises `RequestError`."""
+        self._check_alive()
+        self.adapters.drop(name)
+        if not self.scheduler.in_flight:
+            self.adapters.sweep(self._uses)
+
+    def _uses(self, adapter: str) -> bool:
+        return any(request.adapter == adapter for request in self.scheduler.requests.values())
 
     def warm_grammars(self) -> str | None:
         """Do what the first grammar would wait for: seconds for a large vocabulary, in which no other thread runs.
@@ -252,6 +279,8 @@ class Engine:
         scheduler = self.scheduler
         if self.config.debug:
             scheduler.audit()
+        if self.adapters.dropped and not scheduler.in_flight:
+            self.adapters.sweep(self._uses)
         pool = scheduler.memory.pool
         idle = not scheduler.has_unfinished and not scheduler.in_flight
         if idle and (pool.num_used or pool.num_pending) and (leaked := pool.repair({})):

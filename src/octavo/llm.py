@@ -12,6 +12,7 @@ left in the engine, and the engine can go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from octavo import logs
 from octavo.config import EngineConfig
 from octavo.driver import Driver, Params
 from octavo.errors import ConfigError, PromptError, RequestError, SamplingError
+from octavo.lora import Lora, with_adapters
 from octavo.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.streaming import Stream
@@ -27,6 +29,7 @@ from octavo.vllm_names import config_from
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
+    from octavo.lora import LoadedAdapter
 
 
 class LLM:
@@ -88,15 +91,20 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora: Lora = None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Answers to `prompts`, in their order.
 
         prompts: a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …} with an optional "cache_salt",
         or a list of those. sampling_params: one for all or one each (None: `SamplingParams()`). priority: smaller runs
-        earlier; one for all or one each. use_tqdm: a progress bar, if stderr is a terminal.
+        earlier; one for all or one each. use_tqdm: a progress bar, if stderr is a terminal. lora: name of a loaded
+        adapter, for all or one each (None: the model itself). lora_request: the same as vLLM says it, see
+        `octavo.lora.LoRARequest`; loaded when it is not.
         All or nothing: if one prompt is refused, RequestError names its index and nothing has been started.
         """
-        return self._answer(self._encode_all(read_prompts(prompts)), sampling_params, use_tqdm, priority)
+        encoded = self._adapted(self._encode_all(read_prompts(prompts)), lora, lora_request)
+        return self._answer(encoded, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -109,6 +117,8 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: Lora = None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation, a list of {"role": …, "content": …}, or to a list of conversations.
 
@@ -127,7 +137,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._answer(prompts, sampling_params, use_tqdm, priority)
+        return self._answer(self._adapted(prompts, lora, lora_request), sampling_params, use_tqdm, priority)
 
     def chat_prompt(
         self,
@@ -157,7 +167,12 @@ class LLM:
         return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        lora: str | None = None,
     ) -> Stream:
         """The answer to one prompt as it comes: an iterator of `StreamDelta`.
 
@@ -171,6 +186,7 @@ class LLM:
                 "end; use generate(), or leave best_of out"
             )
         encoded = self._encode(prompt if isinstance(prompt, Prompt) else read_prompt(prompt))
+        encoded = self._adapted([encoded], lora)[0]
         driver = self._driver
         request_id = driver.admit([encoded], [params], [priority], [])[0]
         return Stream(request_id, lambda: driver.next_output(request_id), lambda: driver.abandon(request_id))
@@ -182,9 +198,10 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int | Sequence[int] | None = None,
+        lora: Lora = None,
     ) -> list[BeamSearchOutput]:
         """Beams of each prompt, best first. Forms of `prompts`, and all or nothing, as in `generate`."""
-        encoded = self._encode_all(read_prompts(prompts))
+        encoded = self._adapted(self._encode_all(read_prompts(prompts)), lora)
         each = one_each(params, len(encoded), "beam search parameters")
         for given in each:
             if not isinstance(given, BeamSearchParams):
@@ -203,13 +220,14 @@ class LLM:
         normalize: bool = True,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora: Lora = None,
     ) -> list[EmbeddingOutput]:
         """One vector for each prompt, in their order: the model's final hidden states (after its last norm), pooled.
 
         pooling: "mean" over all tokens of the prompt, or "last": the state of the last one. normalize: scaled to
         length 1. Forms of `prompts`, and all or nothing, as in `generate`.
         """
-        encoded = self._encode_all(read_prompts(prompts))
+        encoded = self._adapted(self._encode_all(read_prompts(prompts)), lora)
         params = PoolingParams(pooling=pooling, normalize=normalize)
         outputs = self._run(encoded, [params] * len(encoded), use_tqdm, priority)
         for index, output in enumerate(outputs):
@@ -219,6 +237,24 @@ class LLM:
             EmbeddingOutput(o.request_id, o.prompt, o.prompt_token_ids, o.embedding or [], o.num_cached_tokens)
             for o in outputs
         ]
+
+    # ---- adapters ------------------------------------------------------------------------------------------------
+
+    def load_lora(self, name: str, path: str) -> LoadedAdapter:
+        """Load an adapter (a directory in peft's format) under a name for `generate(…, lora=name)`.
+
+        Requests may be under way. Raises ModelError for files that do not fit, RequestError for a name in use or one
+        adapter more than `max_loras`.
+        """
+        return self._live().load_lora(name, path)
+
+    def drop_lora(self, name: str) -> None:
+        """Take the name away at once; requests that run with the adapter finish with it, then its memory is free."""
+        self._live().drop_lora(name)
+
+    def loras(self) -> list[LoadedAdapter]:
+        """The adapters that requests can name."""
+        return list(self._live().adapters)
 
     # ---- text ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +372,10 @@ class LLM:
         if not prompt.text:
             raise PromptError("the prompt is empty: give at least one character, or prompt_token_ids")
         ids = self._tokenizer("a text prompt needs one").encode(prompt.text)
-        return Prompt(prompt.text, tuple(ids), prompt.cache_salt)
+        return replace(prompt, token_ids=tuple(ids))
+
+    def _adapted(self, prompts: list[Prompt], lora: Lora, lora_request: Any = None) -> list[Prompt]:
+        return with_adapters(self._live(), prompts, lora, lora_request)
 
     def _encode_all(self, prompts: list[Prompt]) -> list[Prompt]:
         return [self._encode(prompt) for prompt in prompts]

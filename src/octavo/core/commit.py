@@ -84,5 +84,6 @@ def _open_row(seq: Sequence, starts: list[SequenceStart]) -> None:
             request.beam_state.num_candidates if request.beam else 0,
             request.constraint,
             request.pooling,
+            request.adapter,
         )
     )

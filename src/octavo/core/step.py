@@ -88,6 +88,7 @@ class SequenceStart:
     num_candidates: int = 0  # a beam: return this many candidates, draw nothing; `params` is then a neutral default
     constraint: Constraint | None = None
     pooling: PoolingParams | None = None  # return a vector, draw nothing; `params` is then a neutral default
+    adapter: str | None = None  # hash of the LoRA adapter it runs with
 
 
 class ScheduledSequence(NamedTuple):

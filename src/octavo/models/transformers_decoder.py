@@ -136,6 +136,7 @@ class TransformersDecoder:
         self._given = _Given()
         self._count = sum(p.numel() for p in model.parameters())
         self._linears: dict[str, Linear] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         with torch.inference_mode():
             called = self._check_head(examined.body)
             packed_bytes = self._pack(called)
@@ -187,6 +188,10 @@ class TransformersDecoder:
         """Name in the library -> product of every linear layer below the head: "model.layers.3.self_attn.q_proj", …"""
         return dict(self._linears)
 
+    def linear_shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of one of `linears()`."""
+        return self._shapes[name]
+
     def replace_linear(self, name: str, linear: Linear) -> None:
         """Put another product in the place of one of `linears()`."""
         if name not in self._linears:
@@ -232,6 +237,7 @@ class TransformersDecoder:
             module = self._module(name)
             if name.startswith(self._prefix):
                 self._linears[name] = module
+                self._shapes[name] = (module.out_features, module.in_features)
         wide: torch.dtype | None = getattr(self._ops, "activation_dtype", None)
         if wide is None:
             return 0

@@ -25,10 +25,22 @@ Table = npt.NDArray[np.int32]
 class SequenceRow:
     """What the runner knows of one sequence. `index`: its row in the tables, which may change when others end."""
 
-    __slots__ = ("end_ids", "error", "index", "last_token", "pool", "prompt_len", "seq_id", "state", "token_ids")
+    __slots__ = (
+        "adapter",
+        "end_ids",
+        "error",
+        "index",
+        "last_token",
+        "pool",
+        "prompt_len",
+        "seq_id",
+        "state",
+        "token_ids",
+    )
 
     def __init__(self, start: SequenceStart, index: int, vocab_size: int) -> None:
         self.seq_id = start.seq_id
+        self.adapter = start.adapter
         self.index = index
         self.prompt_len = start.prompt_len
         self.end_ids = frozenset(start.end_ids)

@@ -18,11 +18,12 @@ FORMS = 'a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: text still to be encoded, or ids as they are."""
+    """One prompt: text still to be encoded, or ids as they are; lora: the adapter it runs with."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     cache_salt: str | None = None
+    lora: str | None = None
 
 
 def read_prompts(prompts: Any) -> list[Prompt]:
