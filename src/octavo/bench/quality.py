@@ -20,7 +20,7 @@ from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache, 
 from octavo.runner.kv_store import KVStore
 
 if TYPE_CHECKING:
-    from octavo.models.decoder import Decoder
+    from octavo.models.load import AnyDecoder
     from octavo.models.spec import ModelSpec
 
 _BLOCK = 16
@@ -61,7 +61,7 @@ class Candidate:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         spec: ModelSpec,
         length: int,
         *,

@@ -1,5 +1,7 @@
 """`octavo bench quantization`: what formats of the KV cache cost in quality and bring in room and speed.
 
+(What formats of the weights cost is the part in `weight_quality.py`.)
+
 Quality: the model reads a text once per format; perplexity, and its next-token distributions against those over a
 float32 cache. Room: sequences that fit the same bytes, counted from layouts. Speed: the decode attention kernel over
 long contexts, all formats in turns in one process. Nothing is drawn, so quality and room are the same at each run.
@@ -33,6 +35,7 @@ from octavo.bench.report import (
     publish,
 )
 from octavo.bench.report import times as ratio
+from octavo.bench.weight_quality import add_weights, weights_text
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_format import GROUP, kv_bytes_per_token_layer
@@ -45,14 +48,15 @@ if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
 
 DESCRIPTION = """\
-Quality, room and speed of KV cache formats.
+Quality, room and speed of KV cache formats; quality of weight formats.
 
 examples:
   octavo bench quantization
   octavo bench quantization --only attention --threads 1 --cpu-time     on a busy machine
   octavo bench quantization --only quality --text book.txt --tokens 4000
+  octavo bench quantization --weights               perplexity of float32, bfloat16, int8, int4, …
 """
-PARTS = ("quality", "room", "attention")
+PARTS = ("quality", "room", "attention", "weights")
 POOL_BYTES = 1 << 30
 LENGTHS = (512, 2048, 8192)
 GOAL_ROOM, GOAL_SPEED, GOAL_COSINE = 1.9, 1.5, 0.999
@@ -124,14 +128,15 @@ SHAPES = (
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "quantization",
-        help="KV cache formats: quality, room, speed",
+        help="formats of KV cache and weights: quality, room, speed",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", "-m", default="gemma-3-270m", metavar="NAME", help="whose quality and room")
     parser.add_argument("--only", choices=PARTS, action="append", help="one part (may be repeated)")
+    parser.add_argument("--weights", action="store_true", help="the same as --only weights")
     parser.add_argument("--text", metavar="FILE", help="text to read (default: some pages that ship with Octavo)")
-    parser.add_argument("--tokens", type=positive, default=2000, metavar="N", help="of the text (2000)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="of the text (2000; weights: all of it)")
     add_clock_options(parser, seconds=0.5)
     add_report_options(parser)
 
@@ -143,8 +148,10 @@ def run(args: argparse.Namespace) -> int:
     from octavo.kernels import cpu
     from octavo.models.load import read_spec
 
+    if args.weights and args.only:
+        raise ConfigError("--weights is --only weights; give one of them")
     clock = settle_clock(args)
-    parts = args.only or PARTS
+    parts = ["weights"] if args.weights else args.only or PARTS
     spec = read_spec(args.model)
     formats = [f for f in FORMATS if "int4" not in f.kv_dtype or spec.head_dim % GROUP == 0]
     report = Report("quantization", {**machine_facts(), "model": args.model})
@@ -161,6 +168,9 @@ def run(args: argparse.Namespace) -> int:
             f"attention: {torch.get_num_threads()} threads, {cpu.instruction_set()} kernels, shuffled blocks of 16, "
             f"{what} time, best of {args.seconds:g} s each, taking turns; ratios: median over the turns"
         )
+    if "weights" in parts:
+        text = weights_text() if args.text is None else Path(args.text).read_text(encoding="utf-8")
+        add_weights(report, args.model, text, args.tokens)
     del report.facts["model"]  # a header with it would promise an engine's facts too
     return publish(report, args)
 
@@ -190,7 +200,7 @@ def _quality(report: Report, args: argparse.Namespace, formats: list[Format]) ->
     ops = cpu.make_ops(torch.float32)
     model = load_model(make_config(model=args.model), dtype=torch.float32, device="cpu", ops=ops)
     assert model.tokenizer is not None
-    ids = list(model.tokenizer.encode(text))[: args.tokens + 1]
+    ids = list(model.tokenizer.encode(text))[: (args.tokens or 2000) + 1]
     if len(ids) < 2:
         raise ConfigError(f"--text {args.text}: at least two tokens are needed")
     candidates = {

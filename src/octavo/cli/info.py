@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import BLOCK_SIZES
 from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.core.weight_format import parse_weight_format
 from octavo.inspect.terminal import format_bytes
 
 if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
+    from octavo.models.weight_size import StoredSizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IMPLEMENTATIONS = {
@@ -34,6 +36,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--kv-cache-dtype", default="auto", metavar="KIND", help="auto (as --dtype), int8, int4, or two: int8,int4"
     )
+    parser.add_argument(
+        "--quantization", metavar="KIND", help="bytes of the weights in one more format: int8, int4:128, gguf, …"
+    )
     parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"), default="auto")
     parser.add_argument("--model-impl", choices=("auto", "octavo", "transformers"), default="auto")
@@ -43,11 +48,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the spec and print the tables."""
-    from octavo.models.load import read_spec
+    from octavo.models.load import read_sizes
 
-    spec = read_spec(args.model, args.load_format, args.model_impl)
+    sizes = read_sizes(args.model, args.load_format, args.model_impl)
+    spec = sizes.spec
     check_kv_dtype(args.kv_cache_dtype, "any", spec.head_dim)
     facts = describe(spec, args.dtype, args.block_size, args.kv_cache_dtype)
+    facts["weight_bytes"] |= quantized_weight_bytes(sizes, args.dtype, args.quantization)
+    facts["stored"] = sizes.kind
     if args.json:
         print(json.dumps({"model": args.model, **facts}))
         return 0
@@ -70,6 +78,20 @@ def num_parameters(spec: ModelSpec) -> int:
     norms = hidden * (4 if spec.sandwich_norms else 2)
     embeddings = spec.vocab_size * hidden * (1 if spec.tied_head else 2)
     return embeddings + spec.num_layers * (attention + mlp + norms) + hidden
+
+
+def quantized_weight_bytes(sizes: StoredSizes, dtype: str, asked: str | None = None) -> dict[str, int]:
+    """format -> bytes of the weights, with what stays a float in `dtype`. asked: one more format, or a ConfigError.
+
+    A quantised checkpoint has its own format, and others only apply to what it leaves as floats.
+    """
+    size = DTYPE_BYTES[dtype]
+    kinds = [*(["int8", "int4"] if sizes.kind is None else []), *(["gguf"] if sizes.gguf else [])]
+    form = parse_weight_format(asked)
+    if form is not None and str(form) not in kinds:
+        kinds.append(str(form))
+    own = {} if sizes.kind is None else {"as stored": sizes.weight_bytes(size)}
+    return own | {kind: sizes.weight_bytes(size, parse_weight_format(kind)) for kind in kinds}
 
 
 def layout_of(spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto", *, hybrid: bool = True) -> KVLayout:
@@ -132,6 +154,8 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
     shape = [row for row in shape if row[1]]
     weights = [("parameters", f"{facts['num_parameters'] / 1e6:.1f} million")]
     weights += [(name, format_bytes(size)) for name, size in facts["weight_bytes"].items()]
+    if facts.get("stored"):
+        weights.append(("stored", facts["stored"]))
     cache = [
         ("per token, all layers", format_bytes(facts["kv_bytes_per_token"])),
         ("per block", f"{format_bytes(facts['bytes_per_block'])} ({facts['block_size']} tokens of one group)"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import byte_count
-from octavo.cli.plan import model_sizes
+from octavo.cli.plan import read_model_sizes
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.planning.devices import Device
     from octavo.planning.outcome import Outcome
     from octavo.planning.policies import Policy, Setup
+    from octavo.planning.shapes import ModelShape
     from octavo.planning.trace import Trace
 
 EPILOG = """\
@@ -64,6 +65,8 @@ def add_parser(subparsers: Any) -> None:
                         f"{SHARING_POLICIES}")  # fmt: skip
     engine.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME", help=f"known, or files ({DEFAULT_MODEL})")
     engine.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    engine.add_argument("--quantization", metavar="KIND", help="of weights: int8, int4, … (as --dtype)")
+    engine.add_argument("--kv-cache-dtype", metavar="KIND", help="of keys and values: int8, int4, … (as --dtype)")
     engine.add_argument("--kv-bytes", type=byte_count, metavar="BYTES", help="for blocks (default: from the device)")
     engine.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="of the device's memory (0.9)")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="longer requests are refused (the model's)")
@@ -165,7 +168,15 @@ def _cost_model(args: argparse.Namespace, setup: Setup, device: Device, block_by
 
         return _once(args.calibrate, calibrate)
     overhead = (DEFAULT_OVERHEAD_MS if args.overhead_ms is None else args.overhead_ms) / 1e3
-    return roofline(setup.shape, device, setup.dtype, block_bytes=block_bytes, overhead=overhead)
+    return roofline(
+        setup.shape,
+        device,
+        setup.dtype,
+        block_bytes=block_bytes,
+        overhead=overhead,
+        kv_dtype=setup.kv_dtype,
+        quantization=setup.quantization,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -221,8 +232,8 @@ def _setup(args: argparse.Namespace) -> tuple[Device, Setup]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    shape, _ = model_sizes(args.model, args.dtype)
     where = device(args.device or DEFAULT_DEVICE)
+    shape, kv_dtype = _shape(args)
     if args.kv_bytes is not None and args.gpu_memory_utilization is not None:
         raise ConfigError("--kv-bytes and --gpu-memory-utilization both size the cache; give one of them")
     if args.kv_bytes is None and (args.calibrate or args.cost_model):
@@ -233,7 +244,14 @@ def _setup(args: argparse.Namespace) -> tuple[Device, Setup]:
         if not 0.0 < share <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization {share}: must lie in (0, 1]")
         tokens = args.max_num_batched_tokens
-        kv_bytes = kv_budget(shape, where, args.dtype, utilization=share, max_num_batched_tokens=tokens)
+        kv_bytes = kv_budget(
+            shape,
+            where,
+            args.dtype,
+            utilization=share,
+            max_num_batched_tokens=tokens,
+            quantization=args.quantization,
+        )
     limit = args.max_model_len or shape.max_position_embeddings
     if limit > shape.max_position_embeddings:
         raise ConfigError(
@@ -245,10 +263,34 @@ def _setup(args: argparse.Namespace) -> tuple[Device, Setup]:
         kv_bytes,
         limit,
         args.dtype,
+        kv_dtype,
+        quantization=args.quantization,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     return where, setup
+
+
+def _shape(args: argparse.Namespace) -> tuple[ModelShape, str | None]:
+    """The model, and the format of its cache if that is not --dtype; what cannot be asked for is refused."""
+    from octavo.core.kv_format import check_kv_dtype
+    from octavo.core.weight_format import parse_weight_format
+
+    form = parse_weight_format(args.quantization)
+    if form is not None and form.kind not in ("int8", "int4"):
+        raise ConfigError(f"--quantization {args.quantization}: a simulation knows int8 and int4[:group]")
+    if form is not None and (args.calibrate or args.cost_model):
+        raise ConfigError("--quantization has no effect with a calibrated cost model; record a run that uses it")
+    sizes = read_model_sizes(args.model, args.dtype)
+    if sizes.stored is not None and form is None:
+        raise ConfigError(
+            f"--model {args.model}: its files are quantised ({sizes.stored}); say what to count the weights as, with "
+            "--quantization int8 or int4"
+        )
+    if args.kv_cache_dtype in (None, "auto"):
+        return sizes.shape, None
+    check_kv_dtype(args.kv_cache_dtype, "any", sizes.shape.head_dim)
+    return sizes.shape, args.kv_cache_dtype
 
 
 def _reference(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from octavo.core.kv_layout import KVLayout
 from octavo.core.step import ScheduledSequence, StepPlan, TransferKind
 from octavo.errors import ConfigError
 from octavo.planning.devices import Device
-from octavo.planning.shapes import ModelShape, dtype_bytes
+from octavo.planning.shapes import ModelShape
 
 FORMAT = "octavo cost model 1"
 
@@ -105,16 +105,17 @@ def roofline(
     block_bytes: int,
     overhead: float = 0.0,
     kv_dtype: str | None = None,
+    quantization: str | None = None,
 ) -> CostModel:
     """The time of a step if it is bound by memory or arithmetic alone, plus `overhead` seconds a step.
 
     Bytes: all weights once, every key and value that is read. FLOPs: 2 per weight and token, 4 per query head, head
-    dimension and (query, key) pair. block_bytes: bytes of a block, for copies and swaps.
+    dimension and (query, key) pair. block_bytes: bytes of a block, for copies and swaps. quantization: of the weights
+    (int8, int4[:group]), which are then fewer bytes; products are still counted in `dtype`.
     """
-    size = dtype_bytes(dtype)
     bandwidth = device.bandwidth * device.bandwidth_share
     flops = device.flops[dtype] * device.flops_share
-    weights = (shape.layer_parameters + shape.head_parameters) * size / bandwidth
+    weights = shape.weight_bytes(dtype, quantization, step=True) / bandwidth
     token = 2 * shape.layer_parameters / flops
     pair = 4 * shape.num_heads * shape.head_dim / flops
     read = max(shape.kv_bytes_per_token_layer(kv_dtype or dtype) / bandwidth, pair)
@@ -128,7 +129,8 @@ def roofline(
         pair=pair,
         copy=2 * block_bytes / bandwidth,
         swap=block_bytes / device.link,
-        source=f"roofline of {device.name} for {shape.name} in {dtype}",
+        source=f"roofline of {device.name} for {shape.name} in {dtype}"
+        + ("" if quantization is None else f", {quantization} weights"),
         facts={
             "weights_s": weights,
             "overhead_s": overhead,

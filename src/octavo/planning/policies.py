@@ -37,13 +37,15 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all policies share. kv_bytes: for blocks. dtype: of weights and KV, unless kv_dtype says otherwise."""
+    """What all policies share. kv_bytes: for blocks. dtype: of weights and KV, unless quantization (int8, int4[:group])
+    or kv_dtype say otherwise."""
 
     shape: ModelShape
     kv_bytes: int
     max_model_len: int
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    quantization: str | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
 
@@ -101,7 +103,13 @@ def settings_of(policy: Policy, setup: Setup, model: CostModel | None = None) ->
 
 
 def kv_budget(
-    shape: ModelShape, device: Device, dtype: str, *, utilization: float = 0.9, max_num_batched_tokens: int = 2048
+    shape: ModelShape,
+    device: Device,
+    dtype: str,
+    *,
+    utilization: float = 0.9,
+    max_num_batched_tokens: int = 2048,
+    quantization: str | None = None,
 ) -> int:
     """Bytes left for blocks: `utilization` of the device, less the weights and a large step's activations.
 
@@ -109,7 +117,7 @@ def kv_budget(
     float32 logits for an eighth of the tokens. Raises `ConfigError` if nothing is left.
     """
     size = dtype_bytes(dtype)
-    weights = shape.num_parameters * size
+    weights = shape.weight_bytes(dtype, quantization)
     per_token = (2 * shape.intermediate_size + 4 * shape.hidden_size + 3 * shape.num_heads * shape.head_dim) * size
     activations = max_num_batched_tokens * (per_token + 4 * shape.vocab_size // 8)
     left = int(device.memory * utilization) - weights - activations
