@@ -2,8 +2,8 @@
 
 It picks sizes, checks shapes and launches; it reads no tensor back, so nothing here waits for the device, and what it
 launches depends on shapes alone: `plan`, `write` and `attend` may be recorded in a graph and replayed after the
-contents of the same tensors changed. For that, a batch may hold more rows than there are sequences: a row without queries
-is skipped, and so is a token whose slot is negative.
+contents of the same tensors changed. For that, a batch may hold more rows than there are sequences: those without queries
+are skipped, and so are tokens whose slots are negative.
 
 It holds no tokens and does not check tables or slots: whoever builds the batch does (`runner/batch.py`), because a look
 at them would cost a synchronisation per step.
