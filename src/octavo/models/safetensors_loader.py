@@ -74,7 +74,10 @@ class SafetensorsFiles:
         else:
             others = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pth"))
             hint = (
-                f"; found {', '.join(others[:4])}, but pickled weights are never read: convert them" if others else ""
+                f"; found {', '.join(others[:4])}, but pickled weights are never read: save the model again as "
+                "safetensors (save_pretrained of transformers), or take a repository that has them"
+                if others
+                else ""
             )
             raise ModelError(f"{directory}: no {SINGLE} and no {INDEX}{hint}")
 
