@@ -11,11 +11,11 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.ops import TorchOps
 from octavo.kernels.triton import write
-from octavo.kernels.triton.jit.dense import GELU_TANH, SILU, gate_kernel, norm_kernel
+from octavo.kernels.triton.jit.dense import GELU, GELU_TANH, RELU, SILU, gate_kernel, norm_kernel
 from octavo.kernels.triton.tuning import next_power_of_two
 
 GATE_BLOCK = 1024
-KINDS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": 2}
+KINDS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU, "relu": RELU}
 
 
 class TritonOps(TorchOps):
@@ -78,7 +78,7 @@ class TritonOps(TorchOps):
         return write.rotate(_headwise(q), _headwise(k), cos, sin, q_norm, k_norm, eps)
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-        """gate_up [..., 2I] -> act(gate) * up [..., I]; kind: silu, gelu_tanh, gelu."""
+        """gate_up [..., 2I] -> act(gate) * up [..., I]; kind: silu, gelu_tanh, gelu, relu."""
         if kind not in KINDS:
             raise ConfigError(f"activation {kind!r}: must be one of {', '.join(KINDS)}")
         flat, inner = _as_rows(gate_up), gate_up.shape[-1] // 2

@@ -7,9 +7,12 @@ import triton.language as tl
 
 SILU = 0
 GELU_TANH = 1
+GELU = 2
+RELU = 3
 
 _SILU = tl.constexpr(SILU)
 _GELU_TANH = tl.constexpr(GELU_TANH)
+_GELU = tl.constexpr(GELU)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -63,8 +66,10 @@ def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, KIND: tl.constexpr, B
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # (1 + tanh(y)) / 2 is the logistic function of 2 y
         active = gate / (1.0 + tl.exp2(tl.minimum(-2.0 * _LOG2E * inner, 126.0)))
-    else:
+    elif KIND == _GELU:
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        active = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     active = active.to(gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + row * INNER + d, (active * up).to(out.dtype.element_ty), mask=known)
 
