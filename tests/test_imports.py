@@ -42,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *WORDS,
     },
     "bench": {
-        "llm", "engine", "inspect", "planning", "attention", "core", "runner", "kernels", "models", "text", "outputs",
-        "logs", "package", "devices", *WORDS,
+        "llm", "engine", "inspect", "planning", "attention", "integrations", "core", "runner", "kernels", "models",
+        "text", "outputs", "logs", "package", "devices", *WORDS,
     },
     "cli": {
         "llm", "engine", "server", "inspect", "planning", "bench", "core", "models", "text", "outputs", "logs",

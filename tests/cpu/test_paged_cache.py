@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import DynamicCache
 
 from helpers.tiny_models import tiny_config, tiny_oracle
 from octavo import CapacityError, ConfigError, RequestError
+from octavo.cli.main import main
 from octavo.integrations.transformers import ATTENTION, PagedCache
 
 MODES = {
@@ -316,6 +319,20 @@ def test_rows_that_only_look_alike_are_noticed(llama: Any) -> None:
     cache.update(same, same, 0)
     with pytest.raises(RequestError, match="make this cache with share_rows=False"):
         cache.update(other, other, 1)
+
+
+def test_the_benchmark_counts_bytes_and_compares_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "said.json"
+    sizes = ["--prompt", "32", "--output", "5", "--layers", "2", "--samples", "3", "--beams", "2"]
+    assert main(["bench", "hf-cache", *sizes, "--block-size", "4", "--json", str(file)]) == 0
+    (rows,) = json.loads(file.read_text())["tables"].values()
+    assert [row["same"] for row in rows] == [True] * 4
+    one, samples, beams, mixed = rows
+    token = 2 * 2 * 2 * 64 * 4  # layers, keys and values, heads, numbers, bytes
+    assert one["dynamic"] == 36 * token and one["static"] == 37 * token and one["paged"] == 36 * token
+    assert samples["dynamic"] == 3 * one["dynamic"] and samples["paged"] < 1.5 * one["paged"]
+    assert beams["paged"] < 0.7 * beams["dynamic"]
+    assert mixed["paged"] < 0.7 * mixed["dynamic"] and mixed["gathered"] == mixed["dynamic"]
 
 
 def test_the_view_shows_the_shared_prompt(llama: Any) -> None:

@@ -35,17 +35,26 @@ class _Pass:
     first: list[int]
     of_row: list[int]
     taken: torch.Tensor
-    writes: bool  # False: all of it is padding
+    padded: bool  # some positions are padding
+    writes: bool  # False: all of them are
+
+    @property
+    def no_twins(self) -> bool:
+        return len(self.requests) == len(self.of_row)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[B, H, q, d] -> the tokens of the distinct rows [T, H, d]."""
-        return x[self.first].transpose(1, 2)[self.taken]
+        x = (x if self.no_twins else x[self.first]).transpose(1, 2)
+        return x[self.taken] if self.padded else x.reshape(-1, *x.shape[2:])
 
     def spread(self, out: torch.Tensor) -> torch.Tensor:
         """[T, H, d] -> [B, q, H, d], zeros where there is padding."""
-        full = out.new_zeros(*self.taken.shape, *out.shape[1:])
-        full[self.taken] = out
-        return full if self.of_row == list(range(len(full))) else full[self.of_row]
+        if self.padded:
+            full = out.new_zeros(*self.taken.shape, *out.shape[1:])
+            full[self.taken] = out
+        else:
+            full = out.view(*self.taken.shape, *out.shape[1:])
+        return full if self.no_twins else full[self.of_row]
 
 
 class PagedState:
@@ -167,7 +176,7 @@ class PagedState:
         if written:
             attention.begin([r for r, _ in written], [n for _, n in written])
         self._note(taken)
-        return _Pass(requests, first, of_row, mine, bool(written))
+        return _Pass(requests, first, of_row, mine, sum(counts) < mine.numel(), bool(written))
 
     def _note(self, taken: torch.Tensor) -> None:
         """Remember which columns are padding. Undone by `abort`, which cuts back to `seen`."""
@@ -179,7 +188,7 @@ class PagedState:
 
     def _check_twins(self, step: _Pass, key: torch.Tensor) -> None:
         """Rows taken for the same in the first layer must still be so in the last."""
-        if len(step.requests) == len(step.of_row):
+        if step.no_twins:
             return
         leaders = key[[step.first[i] for i in step.of_row]]
         if float((key - leaders).abs().max()) > TWINS_DIFFER * float(key.abs().max()):
