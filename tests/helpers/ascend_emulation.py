@@ -1,9 +1,11 @@
 """A fake torch_npu: the operators the Ascend backend calls, as the public documentation describes them, on the CPU.
 
-Written from the pages of Ascend Extension for PyTorch (custom APIs `npu_fused_infer_attention_score` and
-`npu_scatter_nd_update_`), not from the backend: every argument is checked for what those pages demand (types, shapes,
-contiguity, layouts, block sizes, lengths, masks), what they forbid is an error, and so is what they allow but nothing
-here computes, so that a call outside of what was understood cannot pass. Arithmetic is float32, rounded at the end.
+The operators are registered with torch under the names and schemas they are published with, so torch itself checks the
+kinds of arguments as it does on a device. What they do is written from the pages of Ascend Extension for PyTorch
+(custom APIs `npu_fused_infer_attention_score` and `npu_scatter_nd_update_`), not from the backend: every argument is
+checked for what those pages demand (types, shapes, contiguity, layouts, block sizes, lengths, masks), what they forbid
+is an error, and so is what they allow but nothing here computes, so that a call outside of what was understood cannot
+pass. Arithmetic is float32, rounded at the end.
 
 Rows of an output that the lengths leave out are NaN. A masked key still meets its value with weight 0, as in a product
 of whole tiles, so a NaN behind a mask is a NaN in the result.
@@ -23,13 +25,28 @@ import torch
 import transformers.utils
 
 from helpers import npu_device
-from helpers.npu_device import NpuTensor
 
 GIB = 1 << 30
 INT_MAX = 2147483647
 LAYOUTS = (
     "BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND", "TND_NTD", "NTD_TND",
 )  # fmt: skip
+#: As torch_npu declares them to torch.
+SCHEMAS = (
+    "npu_scatter_nd_update_(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
+    "npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, "
+    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, "
+    "Tensor? quant_offset2=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, "
+    "Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, "
+    "Tensor? value_antiquant_offset=None, Tensor? block_table=None, Tensor? query_padding_size=None, "
+    "Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, "
+    "SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1.0, int pre_tokens=2147483647, "
+    'int next_tokens=2147483647, str input_layout="BSH", int num_key_value_heads=0, int sparse_mode=0, '
+    "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+    "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+)
 SCATTER_DTYPES = (torch.float32, torch.float16, torch.bool, torch.bfloat16, torch.int64, torch.int8)
 
 
@@ -42,25 +59,19 @@ def _demand(holds: object, what: str) -> None:
         raise OperatorError(what)
 
 
-def _inner(tensor: Any, name: str) -> torch.Tensor:
-    _demand(isinstance(tensor, NpuTensor), f"{name}: not a tensor of the device")
-    return tensor.inner
-
-
 def _whole(tensor: Any, name: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """A device tensor that must be contiguous, of one of some dtypes."""
-    inner = _inner(tensor, name)
-    _demand(inner.is_contiguous(), f"{name}: non-contiguous tensors are not supported")
-    _demand(inner.dtype in dtypes, f"{name}: {inner.dtype} is not among {dtypes}")
-    return inner
+    """A tensor that must be contiguous, of one of some dtypes."""
+    _demand(tensor.is_contiguous(), f"{name}: non-contiguous tensors are not supported")
+    _demand(tensor.dtype in dtypes, f"{name}: {tensor.dtype} is not among {dtypes}")
+    whole: torch.Tensor = tensor
+    return whole
 
 
-def npu_scatter_nd_update_(input: Any, indices: Any, updates: Any) -> Any:
+def npu_scatter_nd_update_(target: Any, index: Any, new: Any) -> Any:
     """input[indices[i]] = updates[i], in place. input may be non-contiguous, indices int32 or int64.
 
     A place that is written twice has no defined value afterwards: NaN.
     """
-    target, index, new = _inner(input, "input"), _inner(indices, "indices"), _inner(updates, "updates")
     _demand(1 <= target.dim() <= 8, f"input: {target.dim()} dimensions, 1 to 8 are supported")
     _demand(target.dtype in SCATTER_DTYPES, f"input: {target.dtype} is not among {SCATTER_DTYPES}")
     _demand(new.dtype == target.dtype, f"updates: {new.dtype}, input: {target.dtype}; they must be equal")
@@ -77,7 +88,7 @@ def npu_scatter_nd_update_(input: Any, indices: Any, updates: Any) -> Any:
     places, times = flat.unique(dim=0, return_counts=True)
     if int(times.max()) > 1 and target.is_floating_point():
         target[places[times > 1].unbind(1)] = float("nan")
-    return input
+    return target
 
 
 def npu_fused_infer_attention_score(
@@ -136,7 +147,6 @@ def npu_fused_infer_attention_score(
     table = _whole(block_table, "block_table", (torch.int32,))
     lengths = _check_lengths(table, actual_seq_lengths_kv, batch, queries, block_size, k.shape[0])
     own = _check_lengths_q(actual_seq_lengths, batch, queries)
-    _demand(type(scale) is float, "scale: a float")
     positions = table.shape[1] * block_size
     hidden = _hidden(atten_mask, sparse_mode, batch, queries, positions, lengths)
     own = (
@@ -152,7 +162,7 @@ def npu_fused_infer_attention_score(
         scores = torch.einsum("hgsd,hkd->hgsk", q[b, :, :n].float().unflatten(0, (k.shape[1], -1)), keys) * scale
         scores = scores.masked_fill(hidden[b][:n, : lengths[b]], float("-inf"))
         out[b, :, :n] = torch.einsum("hgsk,hkd->hgsd", scores.softmax(-1), values).flatten(0, 1)
-    return NpuTensor(out.to(q.dtype)), NpuTensor(torch.zeros(1))
+    return out.to(q.dtype), torch.zeros(1)
 
 
 _USED = {
@@ -250,6 +260,21 @@ def _hidden(mask: Any, mode: int, batch: int, queries: int, positions: int, leng
     return [inner[b if inner.shape[0] > 1 else 0, 0, :, :positions] for b in range(batch)]
 
 
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """The device and `torch.ops.npu.*`, once in a process."""
+    npu_device.register()
+    if not _libraries:
+        library = torch.library.Library("npu", "FRAGMENT")
+        for schema, compute in zip(SCHEMAS, (npu_scatter_nd_update_, npu_fused_infer_attention_score), strict=True):
+            library.define(schema)
+            # A device tensor's shell hands the tensors it holds to the operator: they are the CPU's.
+            library.impl(compute.__name__, compute, "CPU")
+        _libraries.append(library)
+
+
 class _Work:
     """Streams and events of a device that is never behind."""
 
@@ -274,8 +299,8 @@ def fake_torch_npu(name: str, *, bf16: bool, count: int, free: int, total: int) 
     module = ModuleType("torch_npu")
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
     contents: dict[str, Any] = {
-        "npu_scatter_nd_update_": npu_scatter_nd_update_,
-        "npu_fused_infer_attention_score": npu_fused_infer_attention_score,
+        "npu_scatter_nd_update_": torch.ops.npu.npu_scatter_nd_update_,
+        "npu_fused_infer_attention_score": torch.ops.npu.npu_fused_infer_attention_score,
         "npu": SimpleNamespace(
             is_available=lambda: count > 0,
             device_count=lambda: count,
@@ -311,7 +336,7 @@ def install(
     # That library remembers its answer for the rest of the process, and would call operators that are not here.
     if "torch_npu" not in sys.modules:
         assert not transformers.utils.is_torch_npu_available()
-    npu_device.register()
+    register()
     monkeypatch.setattr(npu_device, "visible", True)
     monkeypatch.setattr(torch, "tensor", npu_device.tensor)
     module = fake_torch_npu(name, bf16=bf16, count=count, free=free, total=total)
