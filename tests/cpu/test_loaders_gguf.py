@@ -14,9 +14,11 @@ import torch
 
 from helpers.dense_attention import greedy, run_chunks
 from helpers.gguf_export import write_gguf
+from helpers.oracle import random_ids
 from helpers.tiny_models import oracle_greedy, oracle_logits, tiny_config, tiny_oracle
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
+from octavo.kernels import cpu
 from octavo.kernels.ops import TorchOps
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_reader import spec_from_gguf
@@ -31,6 +33,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"intermediate_size": 128},
     "qwen3": {"intermediate_size": 128},
     "gemma3": GEMMA,
+    "gemma": {"intermediate_size": 128},
+    "gemma2": {"intermediate_size": 128, "num_hidden_layers": 4, "query_pre_attn_scalar": 32},
+    "phi3": {"intermediate_size": 128, "sliding_window": 20},
+    "mixtral": {"intermediate_size": 128, "sliding_window": None},
+    "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "qwen3_moe": {"moe_intermediate_size": 64, "mlp_only_layers": []},
 }
 
 
@@ -57,7 +65,7 @@ def test_float32_export_equals_the_model(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "mixtral"])
 def test_small_types_equal_the_rounded_model(family: str, kind: str, tmp_path: Path) -> None:
     oracle = oracle_of(family)
     wanted = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}.get(
@@ -66,7 +74,7 @@ def test_small_types_equal_the_rounded_model(family: str, kind: str, tmp_path: P
     path = write_gguf(oracle, tmp_path / "m.gguf", kind)
     with torch.no_grad():
         for weight in oracle.parameters():
-            if weight.dim() == 2:
+            if weight.dim() >= 2:
                 packed = gguf.quants.quantize(weight.numpy(), wanted)
                 weight.copy_(torch.from_numpy(gguf.quants.dequantize(packed, wanted)))
     actual, expected = run_chunks(load(path).decoder, IDS, 50), oracle_logits(oracle, IDS)
@@ -123,6 +131,37 @@ def test_rope_scaling_keys(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run_chunks(model.decoder, IDS, 50), oracle_logits(oracle, IDS), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("limit", "length"), [(64, 50), (None, 90)])
+def test_phi3_long_and_short_factors(limit: int | None, length: int, tmp_path: Path) -> None:
+    """Phi-3 files carry LongRoPE as two tensors of divisors and a factor in the header."""
+    short, long = [1.0 + 0.1 * i for i in range(6)], [1.0 + i for i in range(6)]
+    rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    oracle = oracle_of("phi3", rope_parameters=rope, original_max_position_embeddings=64, sliding_window=None)
+    keys = {
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": oracle.model.rotary_emb.attention_scaling,
+    }
+    tensors = {
+        f"rope_factors_{name}.weight": np.array(f, dtype=np.float32) for name, f in (("short", short), ("long", long))
+    }
+    path = write_gguf(oracle, tmp_path / "m.gguf", metadata=keys, extra=tensors)
+    config = EngineConfig(model=str(path), max_model_len=limit, skip_tokenizer_init=True)
+    model = load_model(config, dtype=torch.float32, device="cpu", ops=TorchOps())
+    ids = random_ids(length, 1)
+    torch.testing.assert_close(run_chunks(model.decoder, ids, 40), oracle_logits(oracle, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen2_moe"])
+def test_parts_of_a_tensor_by_the_native_loader(family: str, tmp_path: Path) -> None:
+    """Rows of fused and stacked tensors are unpacked straight from the map of the file."""
+    path = write_gguf(oracle_of(family), tmp_path / "m.gguf", "q8_0")
+    config = EngineConfig(model=str(path), skip_tokenizer_init=True)
+    native = load_model(config, dtype=torch.float32, device="cpu", ops=cpu.make_ops(torch.float32))
+    torch.testing.assert_close(
+        run_chunks(native.decoder, IDS, 50), run_chunks(load(path).decoder, IDS, 50), atol=1e-4, rtol=1e-4
+    )
+
+
 def test_gemma_pattern_and_local_base_from_the_header(tmp_path: Path) -> None:
     oracle = oracle_of("gemma3", sliding_window_pattern=2, rope_local_base_freq=5000.0)
     keys = {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 5000.0}
@@ -143,7 +182,8 @@ def test_gemma_pattern_and_local_base_from_the_header(tmp_path: Path) -> None:
         ({"rope.scaling.type": "linear"}, "factor"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "original_max_position_embeddings"),
         ({"new_trick": 3}, "new_trick"),
-        ({"expert_count": 8}, "expert_count=8"),
+        ({"expert_count": 8}, "expert_used_count is missing"),
+        ({"expert_count": 2, "expert_used_count": 3}, "expert_used_count=3 exceeds the 2"),
         ({"attention.sliding_window": 16}, "sliding_window=16"),
         ({"rope.dimension_count": 8}, "rope.dimension_count=8"),
         ({"attention.value_length": 8}, "value_length=8"),
@@ -198,7 +238,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"'falcon'.*llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(ModelError, match=r"'falcon'.*llama, qwen2, qwen3, gemma"):
         read_spec(str(path))
 
 

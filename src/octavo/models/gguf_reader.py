@@ -1,110 +1,66 @@
-"""GGUF header -> `ModelSpec`. What the header does not say comes from what the runtime that defines the format does.
+"""GGUF header -> `ModelSpec`.
 
-For Gemma 3 that is: every sixth layer is full attention, sliding layers rotate with base 10000, rotary scaling applies
-to the full layers only, and the 62-layer model (27B) scales attention by (D / Hq) ** -0.5. The head is tied when there
-is no `output.weight`. Keys of the architecture's own namespace that are not known here are refused.
+What the architectures differ in is in `models/gguf_families.py`. The head is tied when there is no `output.weight`;
+biases are there when their tensors are. Keys of the architecture's own namespace that are not known here are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from octavo.errors import ModelError
+from octavo.models.gguf_families import GGUFFamily, Header, family_of_gguf
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_types import TYPE_NAMES, dequantize
 from octavo.models.rope_reader import build_rotary
 from octavo.models.spec import ModelSpec, RotarySpec
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 FREQUENCY_FACTORS = "rope_freqs.weight"
-#: Number of layers of the one Gemma 3 whose attention scale is not head_dim ** -0.5.
-GEMMA3_27B_LAYERS = 62
-GEMMA3_PATTERN = 6
-#: Keys (after the architecture's name) that are read here.
-READ = frozenset(
-    (
-        "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
-        "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
-        "attention.value_length", "attention.sliding_window", "attention.sliding_window_pattern",
-        "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
-        "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "rope.scale_linear", "vocab_size",
-        "final_logit_softcapping", "attn_logit_softcapping", "expert_count", "expert_used_count",
-    )
-)  # fmt: skip
-#: Keys that say how the file came about.
-HARMLESS = frozenset(("rope.scaling.finetuned", "tensor_data_layout"))
-
-
-class _Header:
-    """Typed access to `<architecture>.<key>`."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file, self._prefix = file, f"{architecture}."
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._file.get(self._prefix + key, default)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            what = "is missing" if value is None else f"is {value!r}"
-            raise ModelError(f"{self._file.path}: {self._prefix}{key} {what}; it must be an integer of at least 1")
-        return value
-
-    def unknown(self) -> list[str]:
-        known = READ | HARMLESS
-        return [k for k in self._file.keys() if k.startswith(self._prefix) and k[len(self._prefix) :] not in known]  # noqa: SIM118
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+#: Tensors that belong to the spec.
+OF_SPEC = (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+#: Keys that say how the file came about, repeat a tensor's shape, or are read from tensors.
+HARMLESS = frozenset(("rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "expert_used_count"))
 
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     """The spec of a GGUF file. Raises `ModelError` for an architecture or setting that is not supported."""
-    architecture = file.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"{file.path}: architecture {architecture!r} is not supported in GGUF; "
-            f"supported: {', '.join(ARCHITECTURES)}"
-        )
-    header = _Header(file, architecture)
-    _refuse(file, header, architecture)
-    gemma = architecture == "gemma3"
+    architecture, family = family_of_gguf(file)
+    header = Header(file, architecture)
     layers, hidden, heads = (header.integer(k) for k in ("block_count", "embedding_length", "attention.head_count"))
-    head_dim = header.integer("attention.key_length", header.get("rope.dimension_count", hidden // heads))
-    _check_head_dim(file, header, head_dim)
+    head_dim, rotated = _head_sizes(file, header, family, hidden // heads)
     positions = header.integer("context_length")
-    windows = _windows(file, header, layers) if gemma else (None,) * layers
-    rotaries, rotary = _rotaries(file, header, head_dim, windows if gemma else None)
-    scale = (hidden // heads) ** -0.5 if gemma and layers == GEMMA3_27B_LAYERS else None
-    return ModelSpec(
-        architecture="gemma3_text" if gemma else architecture,
-        vocab_size=_vocabulary_rows(file),
-        hidden_size=hidden,
-        intermediate_size=header.integer("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=header.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rms_norm_eps=_epsilon(file, header),
-        windows=tuple(None if w is None or w >= positions else w for w in windows),
-        rotaries=rotaries,
-        rotary=rotary,
-        activation="gelu_tanh" if gemma else "silu",
-        attention_scale=scale,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
-        norm_offset=gemma,
-        sandwich_norms=gemma,
-        qk_norm=architecture in ("qwen3", "gemma3"),
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        out_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        tied_head="output.weight" not in file.tensors,
-        attention_softcap=_softcap(header, "attn_logit_softcapping"),
-        logit_softcap=_softcap(header, "final_logit_softcapping"),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=end_ids(file),
-    )
+    windows = _windows(file, header, family, layers)
+    rotaries, rotary = _rotaries(file, header, family, rotated, windows)
+    if rotated != head_dim:
+        rotaries = tuple(replace(r, dim=rotated) for r in rotaries)
+    mlp_bias = {f"blk.0.{name}.bias" in file.tensors for name in ("ffn_gate", "ffn_up")}
+    fields: dict[str, Any] = {
+        "architecture": family.family,
+        "vocab_size": _vocabulary_rows(file),
+        "hidden_size": hidden,
+        "intermediate_size": header.integer("feed_forward_length"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": header.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": _epsilon(file, header),
+        "windows": tuple(None if w is None or w >= positions else w for w in windows),
+        "rotaries": rotaries,
+        "rotary": rotary,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": True in mlp_bias,
+        "tied_head": "output.weight" not in file.tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_ids": end_ids(file),
+    }
+    spec = ModelSpec(**{**fields, **family.settings(header)})
+    _refuse(file, header, architecture, spec)
+    return spec
 
 
 def end_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -114,43 +70,48 @@ def end_ids(file: GGUFFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in found if i is not None))
 
 
-def _refuse(file: GGUFFile, header: _Header, architecture: str) -> None:
-    if unknown := header.unknown():
+def _refuse(file: GGUFFile, header: Header, architecture: str, spec: ModelSpec) -> None:
+    if spec.experts is None and header.get("expert_count", 0):
         raise ModelError(
-            f"{file.path}: header keys not known for {architecture}, which may change what the model computes: "
-            + ", ".join(f"{key}={file.get(key)!r}" for key in unknown)
-        )
-    if header.get("expert_count", 0):
-        raise ModelError(
-            f"{file.path}: {architecture}.expert_count={header.get('expert_count')}: experts are not supported"
+            f"{file.path}: {architecture}.expert_count={header.get('expert_count')}: experts are not supported for "
+            "this architecture"
         )
     window = header.get("attention.sliding_window", 0)
-    if architecture != "gemma3" and window and window < header.integer("context_length"):
+    if not any(spec.windows) and window and window < spec.max_position_embeddings:
         raise ModelError(
             f"{file.path}: {architecture}.attention.sliding_window={window} does not say which layers it is for; "
             "not supported in GGUF for this architecture, use the safetensors"
         )
+    if unknown := header.unread(HARMLESS):
+        raise ModelError(
+            f"{file.path}: header keys not known for {architecture}, which may change what the model computes: "
+            + ", ".join(f"{key}={file.get(key)!r}" for key in unknown)
+        )
 
 
-def _check_head_dim(file: GGUFFile, header: _Header, head_dim: int) -> None:
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if header.get(key, head_dim) != head_dim:
-            raise ModelError(
-                f"{file.path}: {key}={header.get(key)} differs from the head size {head_dim}: not supported"
-            )
+def _head_sizes(file: GGUFFile, header: Header, family: GGUFFamily, divided: int) -> tuple[int, int]:
+    """(size of a head, how many of its numbers are rotated). Only Phi-3 may rotate a part."""
+    rotated = header.get("rope.dimension_count")
+    head_dim = header.integer("attention.key_length", divided if family.family == "phi3" else rotated or divided)
+    if header.get("attention.value_length", head_dim) != head_dim:
+        raise ModelError(
+            f"{file.path}: attention.value_length={header.get('attention.value_length')} differs from the head size "
+            f"{head_dim}: not supported"
+        )
+    rotated = head_dim if rotated is None else rotated
+    if rotated != head_dim and (family.family != "phi3" or not 2 <= rotated < head_dim or rotated % 2):
+        raise ModelError(
+            f"{file.path}: rope.dimension_count={rotated} differs from the head size {head_dim}: not supported"
+        )
+    return head_dim, rotated
 
 
-def _epsilon(file: GGUFFile, header: _Header) -> float:
+def _epsilon(file: GGUFFile, header: Header) -> float:
     value = header.get("attention.layer_norm_rms_epsilon")
     if not isinstance(value, float) or value <= 0:
         raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon={value!r}: must be a positive number")
     # Stored as float32; 1e-6 was meant, not 9.99999997e-07.
     return float(f"{value:.6g}")
-
-
-def _softcap(header: _Header, key: str) -> float | None:
-    value = header.get(key)
-    return float(value) if value else None
 
 
 def _vocabulary_rows(file: GGUFFile) -> int:
@@ -162,10 +123,15 @@ def _vocabulary_rows(file: GGUFFile) -> int:
     return shape[0]
 
 
-def _windows(file: GGUFFile, header: _Header, layers: int) -> tuple[int | None, ...]:
-    """Gemma 3: sliding window of each layer. The pattern is a period, or one flag per layer."""
+def _windows(file: GGUFFile, header: Header, family: GGUFFamily, layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer. The pattern is a period, or one flag per layer."""
+    if family.pattern == 0:
+        return (None,) * layers
+    if family.pattern == 1:  # all layers alike; 0 is written where there is none
+        window = header.get("attention.sliding_window", 0)
+        return (header.integer("attention.sliding_window") if window else None,) * layers
     window = header.integer("attention.sliding_window")
-    pattern = header.get("attention.sliding_window_pattern", GEMMA3_PATTERN)
+    pattern = header.get("attention.sliding_window_pattern", family.pattern)
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1:
         return tuple(window if (i + 1) % pattern else None for i in range(layers))
     flags = [bool(f) for f in pattern] if hasattr(pattern, "__len__") and not isinstance(pattern, str) else []
@@ -177,25 +143,46 @@ def _windows(file: GGUFFile, header: _Header, layers: int) -> tuple[int | None, 
 
 
 def _rotaries(
-    file: GGUFFile, header: _Header, head_dim: int, windows: tuple[int | None, ...] | None
+    file: GGUFFile, header: Header, family: GGUFFamily, rotated: int, windows: tuple[int | None, ...]
 ) -> tuple[tuple[RotarySpec, ...], tuple[int, ...]]:
-    """windows: of a model whose sliding layers rotate with a base of their own (Gemma 3), else None."""
-    base = float(header.get("rope.freq_base", 1_000_000.0 if windows is not None else 10000.0))
-    main = _scaled_rotary(file, header, base)
-    if FREQUENCY_FACTORS in file.tensors:
-        main = _divided_rotary(file, main, head_dim)
-    if windows is None:
-        return (main,), (0,) * header.integer("block_count")
-    local = RotarySpec("default", float(header.get("rope.freq_base_swa", 10000.0)))
+    base = float(header.get("rope.freq_base", family.base))
+    if LONG_FACTORS in file.tensors or SHORT_FACTORS in file.tensors:
+        main = _longrope(file, header, base, rotated)
+    else:
+        main = _scaled_rotary(file, header, base)
+        if FREQUENCY_FACTORS in file.tensors:
+            main = _divided_rotary(file, main, rotated)
+    if family.local_base is None:
+        return (main,), (0,) * len(windows)
+    local = RotarySpec("default", float(header.get("rope.freq_base_swa", family.local_base)))
     return (main, local), tuple(0 if w is None else 1 for w in windows)
 
 
-def _scaled_rotary(file: GGUFFile, header: _Header, base: float) -> RotarySpec:
+def _longrope(file: GGUFFile, header: Header, base: float, rotated: int) -> RotarySpec:
+    """Phi-3: two tensors of divisors; the factor on cos and sin is in the header."""
+    kind = header.get("rope.scaling.type", "longrope")
+    if kind not in ("longrope", "none"):
+        raise ModelError(f"{file.path}: rope.scaling.type={kind!r} together with {LONG_FACTORS} is not supported")
+    original = header.integer("rope.scaling.original_context_length")
+    fields = {
+        "short_factor": _vector(file, SHORT_FACTORS, rotated // 2),
+        "long_factor": _vector(file, LONG_FACTORS, rotated // 2),
+        "original_max_position_embeddings": original,
+        "attention_factor": header.get("rope.scaling.attn_factor", 1.0),
+        "long": header.integer("context_length") > original,
+    }
+    return build_rotary("longrope", base, fields, head_dim=rotated)
+
+
+def _scaled_rotary(file: GGUFFile, header: Header, base: float) -> RotarySpec:
     kind: Literal["default", "linear", "yarn"] | str = header.get("rope.scaling.type", "none")
     old_factor = header.get("rope.scale_linear")
     if kind == "none" and old_factor not in (None, 1.0):
         return build_rotary("linear", base, {"factor": float(old_factor)})
     if kind == "none":
+        # Written without a kind they mean nothing, as to the runtime that defines the format.
+        for key in ("factor", "original_context_length", "attn_factor"):
+            header.get(f"rope.scaling.{key}")
         return RotarySpec("default", base)
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: rope.scaling.type={kind!r} is not supported; known: none, linear, yarn")
@@ -211,6 +198,7 @@ def _scaled_rotary(file: GGUFFile, header: _Header, base: float) -> RotarySpec:
         }
         spec = build_rotary("yarn", base, fields)
         return _times_attention_factor(spec, header.get("rope.scaling.attn_factor"))
+    header.get("rope.scaling.original_context_length")  # linear scaling does not depend on it
     return build_rotary("linear", base, fields)
 
 
@@ -225,17 +213,22 @@ def _times_attention_factor(spec: RotarySpec, factor: float | None) -> RotarySpe
     return RotarySpec(spec.kind, spec.base, tuple(sorted(parameters.items())))
 
 
-def _divided_rotary(file: GGUFFile, main: RotarySpec, head_dim: int) -> RotarySpec:
+def _divided_rotary(file: GGUFFile, main: RotarySpec, rotated: int) -> RotarySpec:
     """Divisors of the inverse frequencies, one per pair (Llama 3.1 files carry their scaling this way)."""
     if main.kind != "default":
         raise ModelError(f"{file.path}: {FREQUENCY_FACTORS} together with rope scaling {main.kind!r} is not supported")
-    tensor = file.tensors[FREQUENCY_FACTORS]
-    if tensor.shape != (head_dim // 2,) or tensor.type_name != "F32":
-        raise ModelError(
-            f"{file.path}: {FREQUENCY_FACTORS} is {list(tensor.shape)} {TYPE_NAMES[tensor.type_id]}, "
-            f"expected [{head_dim // 2}] F32"
-        )
+    return RotarySpec("divided", main.base, (("factors", _vector(file, FREQUENCY_FACTORS, rotated // 2)),))
+
+
+def _vector(file: GGUFFile, name: str, length: int) -> tuple[float, ...]:
+    """A small float32 tensor that belongs to the spec."""
     import torch
 
-    factors = dequantize(file.raw(tensor), tensor.type_id, tensor.shape, torch.float32).tolist()
-    return RotarySpec("divided", main.base, (("factors", tuple(factors)),))
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise ModelError(f"{file.path}: tensor {name} is missing")
+    if tensor.shape != (length,) or tensor.type_name != "F32":
+        raise ModelError(
+            f"{file.path}: {name} is {list(tensor.shape)} {TYPE_NAMES[tensor.type_id]}, expected [{length}] F32"
+        )
+    return tuple(dequantize(file.raw(tensor), tensor.type_id, tensor.shape, torch.float32).tolist())

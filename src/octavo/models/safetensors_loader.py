@@ -22,12 +22,12 @@ from octavo.errors import ModelError
 from octavo.kernels.ops import StoredRows
 from octavo.models.config_reader import HeadState
 from octavo.models.families import FAMILIES
-from octavo.models.names import Shape, is_norm, weight_shapes
+from octavo.models.names import is_norm, weight_shapes
 from octavo.models.quantized_files import Scheme, find_packed, read_scheme
 from octavo.models.quantized_files.entries import is_empty_bias, packed_entries
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_names import HARMLESS, Part, parts_of
-from octavo.models.weights import Entry, LazyWeights, Progress, check_entries
+from octavo.models.weights import Entry, LazyWeights, Progress, check_entries, part_shapes, run_of_rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Where the families keep their embedding and their output head.
@@ -135,13 +135,10 @@ class SafetensorsFiles:
         dtype, shape = self.describe(name)
         if dtype not in KINDS:
             return None
-        first, rows = 0, shape
-        for cut in index:
-            low, high = (cut, cut + 1) if isinstance(cut, int) else cut.indices(rows[0])[:2]
-            first += low * prod(rows[1:])
-            rows = rows[1:] if isinstance(cut, int) else (high - low, *rows[1:])
-        if len(rows) != 2:
+        run = run_of_rows(shape, index)
+        if run is None or len(run[1]) != 2:
             return None
+        first, rows = run
         path = self._file_of[name]
         if path not in self._maps:
             self._maps[path] = _map(path)
@@ -222,8 +219,11 @@ def open_safetensors(
             if HARMLESS.fullmatch(name) is None:
                 unused.append(name)
             continue
-        for part, shape in zip(parts, _part_shapes(files, name, parts), strict=True):
-            size = FLOATS[files.describe(name)[0]] * prod(shape)
+        dtype, whole = files.describe(name)
+        if dtype not in FLOATS:
+            raise ModelError(f"{files.directory}: {name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+        for part, shape in zip(parts, part_shapes(whole, parts), strict=True):
+            size = FLOATS[dtype] * prod(shape)
             entries[part.name] = Entry(name, shape, size, _reader(files, name, part, spec), _stored(files, name, part))
     if scheme is not None:
         where = str(files.directory)
@@ -233,19 +233,6 @@ def open_safetensors(
     return LazyWeights(entries, on_progress)
 
 
-def _part_shapes(files: SafetensorsFiles, name: str, parts: tuple[Part, ...]) -> list[Shape]:
-    """Shape of each part. A tensor that does not divide into its parts keeps its own shape, which will not fit."""
-    dtype, shape = files.describe(name)
-    if dtype not in FLOATS:
-        raise ModelError(f"{files.directory}: {name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
-    whole = torch.empty(shape, device="meta")
-    try:
-        shapes = [tuple(part.take(whole).shape) for part in parts]
-    except (IndexError, RuntimeError):
-        return [shape] * len(parts)
-    return shapes if sum(map(prod, shapes)) == prod(shape) else [shape] * len(parts)
-
-
 def _reader(files: SafetensorsFiles, name: str, part: Part, spec: ModelSpec) -> Callable[[], torch.Tensor]:
     if is_norm(part.name) and spec.norm_offset:
         return lambda: files.read(name).float() + 1.0
@@ -253,6 +240,6 @@ def _reader(files: SafetensorsFiles, name: str, part: Part, spec: ModelSpec) -> 
 
 
 def _stored(files: SafetensorsFiles, name: str, part: Part) -> Callable[[], StoredRows | None]:
-    if part.change is not None or any(isinstance(cut, slice) for cut in part.index[:-1]):
+    if part.change is not None:
         return lambda: None
     return lambda: files.stored(name, part.index)

@@ -7,8 +7,9 @@ besides the model being built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -16,6 +17,7 @@ from octavo.errors import ModelError
 from octavo.kernels.ops import StoredRows
 from octavo.kernels.quantized_weights import QuantizedWeight
 from octavo.models.names import Shape
+from octavo.models.tensor_names import Part
 
 #: (bytes read so far, bytes in all)
 Progress = Callable[[int, int], None]
@@ -101,6 +103,28 @@ class LazyWeights(Mapping[str, torch.Tensor]):
     def total_bytes(self) -> int:
         """Bytes of the entries in their files."""
         return self._total
+
+
+def part_shapes(shape: Shape, parts: Sequence[Part]) -> list[Shape]:
+    """Shape of each part of a tensor. One that does not divide into them keeps its own shape, which will not fit."""
+    whole = torch.empty(shape, device="meta")
+    try:
+        shapes = [tuple(part.take(whole).shape) for part in parts]
+    except (IndexError, RuntimeError):
+        return [shape] * len(parts)
+    return shapes if sum(map(prod, shapes)) == prod(shape) else [shape] * len(parts)
+
+
+def run_of_rows(shape: Shape, index: Sequence[int | slice]) -> tuple[int, Shape] | None:
+    """(first number, shape) of what numbers and then at most one slice cut out of a tensor; None for another index."""
+    first, rest = 0, tuple(shape)
+    for place, cut in enumerate(index):
+        if isinstance(cut, slice) and place + 1 < len(index):
+            return None
+        low, high = (cut, cut + 1) if isinstance(cut, int) else cut.indices(rest[0])[:2]
+        first += low * prod(rest[1:])
+        rest = rest[1:] if isinstance(cut, int) else (high - low, *rest[1:])
+    return first, rest
 
 
 def check_entries(where: str, entries: Mapping[str, Entry], expected: Mapping[str, Shape], unused: list[str]) -> None:
