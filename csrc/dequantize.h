@@ -134,7 +134,7 @@ void load_typed(const LoadArgs& a) {
   }
 }
 
-void load_rows(const LoadArgs& a) {
+void load_float_rows(const LoadArgs& a) {
   const bool plain = (a.kind == 0 && a.type == DType::f32) || (a.kind == 1 && a.type == DType::f16) ||
                      (a.kind == 30 && a.type == DType::bf16);
   if (plain) return pack_rows(a.source, a.type, a.k, a.first, a.count, a.n, a.k, a.panels);

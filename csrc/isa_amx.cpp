@@ -6,12 +6,14 @@
 #include "elementwise.h"
 #include "kernels.h"
 #include "linear_amx.h"
+#include "linear_quantized.h"
+#include "quantize.h"
 #include "vocabulary.h"
 
 namespace octavo {
 
 const KernelTable& amx_kernels() {
-  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

@@ -31,6 +31,44 @@ struct Best {
   int32_t index;  // -1: none yet, all were minus infinity
 };
 
+// Quantised weights: panels of 16 outputs as above, cut along the inputs into groups that start with a header of scales,
+// and within a group into units of 32 inputs. A panel is one run of bytes, read once from front to back.
+//
+//   panel:  header of group 0, its units, header of group 1, …   (the last group may have fewer units)
+//   unit:   bits 8: [16 pairs of inputs][16 outputs][2]  int8
+//           else:   [4 quads of pairs][16 outputs][2] 16-bit words, nibble i of a word: the low four bits for pair i,
+//                   then the higher bits: bits 5: [16][2] words, bit p of a word for pair p; bits 6: two blocks of
+//                   [16][2] words, the two bits at 2i of block b for pair 8b + i
+//   header: half       f16 scale[16]                                    value = scale * (code - middle)
+//           half_zero  f16 scale[16], u8 zero[16]                       value = scale * (code - zero)
+//           wide       f32 scale[16]                                    value = scale * (code - middle)
+//           wide_zero  f32 scale[16], f32 zero[16]                      value = scale * (code - zero)
+//           k_min      f16 d[16], f16 dmin[16], u8 sub[8][16], u8 low[8][16]   value = d * sub * code - dmin * low
+//           k_signed   f16 d[16], i8 sub[16][16]                        value = d * sub * (code - 32), a sub per 16 inputs
+// middle: 0 for 8 bits (codes are signed), 8 for 4, 16 for 5.
+inline constexpr int kUnit = 32;
+enum class Scales : int { half = 0, half_zero = 1, wide = 2, wide_zero = 3, k_min = 4, k_signed = 5 };
+struct QuantizedFormat {
+  int bits = 0;  // 0: floats, see DType
+  Scales scales = Scales::half;
+  int64_t group = kUnit;  // inputs per header, a multiple of kUnit
+};
+inline constexpr int64_t unit_bytes(int bits) { return int64_t{kUnit} * kPanel * bits / 8; }
+inline constexpr int64_t header_bytes(Scales s) {
+  switch (s) {
+    case Scales::half: return 32;
+    case Scales::half_zero: return 48;
+    case Scales::wide: return 64;
+    case Scales::wide_zero: return 128;
+    case Scales::k_min: return 64 + 16 * kPanel;
+    default: return 32 + 16 * kPanel;
+  }
+}
+inline constexpr int64_t units_of(int64_t k) { return (k + kUnit - 1) / kUnit; }
+inline constexpr int64_t panel_bytes(const QuantizedFormat& f, int64_t k) {
+  return (k + f.group - 1) / f.group * header_bytes(f.scales) + units_of(k) * unit_bytes(f.bits);
+}
+
 struct LinearArgs {
   const void* weight;  // panels, see kPanel
   DType weight_type;
@@ -185,17 +223,32 @@ struct LoadArgs {
   DType type;
   void* panels;
   float* scratch;  // load_scratch_floats(k)
+  QuantizedFormat format;  // bits not 0: what the panels are instead of `type`
 };
-inline int64_t load_scratch_floats(int64_t k) { return 2 * kPanel * k; }
+inline int64_t load_scratch_floats(int64_t k) { return 2 * kPanel * (k + 256); }
+
+// Codes and scales in memory -> panels. codes [count, k] one byte each; scales, zeros float32 [count, groups] of
+// `group_size` inputs (zeros null: none).
+struct PackCodesArgs {
+  const uint8_t* codes;
+  const float *scales, *zeros;
+  int64_t group_size, first, count, n, k;
+  QuantizedFormat format;
+  void* panels;
+};
 
 struct KernelTable {
   const char* name;
   void (*pack_rows)(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
                     void* panels);
-  void (*load_rows)(const LoadArgs&);
+  bool (*load_rows)(const LoadArgs&);  // false: a number that is not finite cannot be quantised
   void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
                       DType out_type);
   bool (*linear)(const LinearArgs&);            // false: out of memory
+  bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
+  void (*pack_codes)(const PackCodesArgs&);
+  void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,
+                       void* out, DType out_type);
   int64_t (*attend)(const AttentionArgs&);      // -1: fine; else a row whose table holds a block outside the pool
   void (*write)(const WriteArgs&);
   void (*norm)(const NormArgs&);

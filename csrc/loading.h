@@ -71,7 +71,7 @@ class LoadQueue {
         if (i >= units_.size()) break;
         LoadArgs unit = units_[i].args;
         unit.scratch = scratch.get();
-        kernels.load_rows(unit);
+        if (!kernels.load_rows(unit)) finite_ = false;
         const int64_t bytes = unit.count * unit.row_bytes;
         if (units_[i].release) let_go(static_cast<const char*>(unit.source), bytes);
         done_ += bytes;
@@ -81,6 +81,7 @@ class LoadQueue {
 
   int64_t done() const { return done_; }
   int64_t total() const { return total_; }
+  bool finite() const { return finite_; }  // false: a weight to be quantised held an infinity or a NaN
 
  private:
   static constexpr int64_t kUnitBytes = int64_t{1} << 20;
@@ -103,6 +104,7 @@ class LoadQueue {
   std::vector<Unit> units_;
   std::atomic<size_t> next_{0};
   std::atomic<int64_t> done_{0};
+  std::atomic<bool> finite_{true};
   int64_t total_ = 0, widest_ = 0;
 };
 

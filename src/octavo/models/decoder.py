@@ -93,6 +93,7 @@ class Decoder:
         """Fill what is still queued, on all threads. A thread that helps must be joined afterwards."""
         if self.queue is not None:
             self.queue.run(True)
+            self.queue.check()
             self.queue = None
 
     def _take(self, weights: Mapping[str, torch.Tensor], name: str, count: bool = True) -> torch.Tensor:

@@ -214,6 +214,8 @@ def load_model(
     on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
+    if config.quantization == "gguf" and source.files.kind != "gguf":
+        raise ModelError(f"quantization='gguf' needs a GGUF file, {source.files.path} is none; use int8 or int4")
     if source.foreign is None:
         source.spec = for_length(source.spec, config.max_model_len)
     else:
@@ -246,6 +248,7 @@ def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]
             weights.report(queue.done)
             helper.join(0.05)
         weights.report(queue.done)
+        queue.check()
 
 
 def _give_memory_back() -> None:

@@ -12,6 +12,7 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +21,10 @@ from octavo.core.weight_format import WeightFormat
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
 from octavo.kernels.ops import StoredRows
-from octavo.kernels.quantized_weights import QuantizedWeight, SizedLinear, reference_linear
+from octavo.kernels.quantized_weights import QuantizedWeight, SizedLinear
+
+if TYPE_CHECKING:
+    from octavo.kernels.cpu.quantized import Panels
 
 #: GGUF's numbers of the plain types
 _KINDS_OF_TENSORS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
@@ -45,24 +49,38 @@ class NativeLinear:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self._packed.pack(weight.data_ptr(), weight.stride(0))
 
-    def _prepare(self, rows: int, columns: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
-        """Room for the panels."""
+    def _prepare(
+        self, rows: int, columns: int, dtype: torch.dtype, bias: torch.Tensor | None, panels: Panels | None = None
+    ) -> None:
+        """Room for the panels: of `dtype`, or quantised ones."""
         if bias is not None and bias.shape != (rows,):
             raise ConfigError(f"a bias of shape {tuple(bias.shape)} for {rows} outputs")
         self.out_features, self.in_features = rows, columns
         self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._packed = native().PackedWeight(dtype_code(dtype), rows, columns)
+        self._packed: Any
+        if panels is None:
+            self._packed = native().PackedWeight(dtype_code(dtype), rows, columns)
+        else:
+            self._packed = panels.packed(rows, columns)
 
     @classmethod
     def queued(
-        cls, queue: LoadQueue, parts: Sequence[StoredRows | torch.Tensor], dtype: torch.dtype, bias: torch.Tensor | None
+        cls,
+        queue: LoadQueue,
+        parts: Sequence[StoredRows | torch.Tensor],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        panels: Panels | None = None,
     ) -> NativeLinear:
-        """A weight of `parts`, one below the other, that is filled when `queue` runs; not to be used before."""
+        """A weight of `parts`, one below the other, that is filled when `queue` runs; not to be used before.
+
+        panels: quantised ones, where it is not to be kept in `dtype`.
+        """
         columns = parts[0].columns if isinstance(parts[0], StoredRows) else parts[0].shape[1]
         rows = sum(part.rows if isinstance(part, StoredRows) else part.shape[0] for part in parts)
         linear = cls.__new__(cls)
-        linear._prepare(rows, columns, dtype, bias)
+        linear._prepare(rows, columns, dtype, bias, panels)
         first = 0
         for part in parts:
             first += queue.add(linear._packed, part, first)
@@ -142,6 +160,13 @@ class LoadQueue:
         """
         self._native.run(threaded, share)
 
+    def check(self) -> None:
+        """Raise ConfigError if a weight could not be quantised."""
+        if not self._native.finite:
+            raise ConfigError(
+                "the model's weights hold numbers that are not finite (infinities or NaN); they cannot be quantised"
+            )
+
     @property
     def done(self) -> int:
         """Bytes of the files that are read."""
@@ -160,13 +185,21 @@ class NativeOps:
         self.activation_dtype = torch.float32
         self._native = native()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
         """weight [out, in] is copied into panels; the caller may drop it. bias [out] is kept in float32."""
-        return NativeLinear(weight, bias)
+        if self.quantization is None:
+            return NativeLinear(weight, bias)
+        queue = LoadQueue()
+        linear = self.queued_linear(queue, [weight], bias)
+        queue.run(True)
+        queue.check()
+        return linear
 
     def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
         """The product with quantised weights, one below the other."""
-        return reference_linear(parts, bias)
+        from octavo.kernels.cpu.quantized import quantized_linear
+
+        return quantized_linear(parts, bias)
 
     def load_queue(self) -> LoadQueue:
         """For `queued_linear`."""
@@ -178,8 +211,12 @@ class NativeOps:
 
     def queued_linear(
         self, queue: LoadQueue, parts: Sequence[StoredRows | torch.Tensor], bias: torch.Tensor | None = None
-    ) -> NativeLinear:
+    ) -> SizedLinear:
         """As `linear` of the parts one below the other; filled by `queue.run`, straight from the file."""
+        if self.quantization is not None:
+            from octavo.kernels.cpu.quantized import queued_linear
+
+            return queued_linear(queue, parts, self.quantization, self.weight_dtype, bias)
         return NativeLinear.queued(queue, parts, self.weight_dtype, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
