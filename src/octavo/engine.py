@@ -163,6 +163,11 @@ class Engine:
             self._settle(self._clock())
         return ended
 
+    @property
+    def overlaps(self) -> bool:
+        """Is a step planned while the one before runs?"""
+        return self._overlap is not None
+
     def has_unfinished(self) -> bool:
         """Is there anything a step would bring: requests that run or wait, or the last output of an aborted one?"""
         return self.scheduler.has_unfinished or bool(self._aborted)

@@ -63,7 +63,9 @@ class QueueDevice(CpuDevice):
 
 
 @contextmanager
-def standing_in(device: QueueDevice, record: tuple[str, ...] = ("native", "reference", "triton")) -> Iterator[QueueDevice]:
+def standing_in(
+    device: QueueDevice, record: tuple[str, ...] = ("native", "reference", "triton")
+) -> Iterator[QueueDevice]:
     """Engines built inside run on `device`; backends named in `record` may be recorded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "find_device", lambda name: device)

@@ -190,8 +190,11 @@ def run_load(
 ) -> Run:
     """Hand all items over at once and step until they are done. tick: called as each request ends."""
     run = Run(prompt_tokens=sum(len(i.token_ids) for i in items))
-    watched = Watched(engine.runner, (lambda: run.samples.append(occupancy(engine.scheduler))) if sample else None)
+    look = (lambda: run.samples.append(occupancy(engine.scheduler))) if sample else None
+    watched = Watched(engine.runner, look)
     engine.runner = watched
+    if engine.overlaps:  # plans go past `engine.runner`; before a result is taken a step's memory is as complete
+        engine.before_update = look
     before = engine.stats()
     begin = time.perf_counter()
     try:
@@ -209,7 +212,7 @@ def run_load(
                     tick(f"{engine.stats().generated_tokens / max(now, 1e-9):.0f} tok/s")
         run.seconds = time.perf_counter() - begin - watched.looking
     finally:
-        engine.runner = watched.inner
+        engine.runner, engine.before_update = watched.inner, None
     run.output_tokens = sum(sum(n) for n in run.outputs.values())
     after = engine.stats()
     run.steps, run.preemptions = after.steps - before.steps, after.preemptions - before.preemptions

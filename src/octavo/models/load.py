@@ -36,6 +36,7 @@ from octavo.models.safetensors_loader import (
     read_json,
 )
 from octavo.models.spec import ModelSpec
+from octavo.models.staging import StagedWeights
 from octavo.models.transformers_decoder import TransformersDecoder
 from octavo.models.transformers_loader import choose_impl
 from octavo.models.weight_size import StoredSizes
@@ -117,10 +118,12 @@ class _Source:
     ) -> tuple[AnyDecoder, LazyWeights | None]:
         """The decoder, and the weights it is still being filled from."""
         if self.foreign is None:
-            weights = self.weights(dtype, seed, on_progress)
+            weights = self.weights(dtype, seed, on_progress, device)
             if self.scheme is not None:
                 refuse_idle_quantization(str(self.files.path), self.scheme, weights, getattr(ops, "quantization", None))
-            return Decoder(self.spec, weights, ops, dtype, device, defer=True), weights
+            where = device_of(device)
+            staged = StagedWeights(weights, where) if where.kind == "cuda" else weights
+            return Decoder(self.spec, staged, ops, dtype, device, defer=True), weights
         from octavo.models.transformers_loader import build_decoder
 
         decoder = build_decoder(self.foreign, ops, dtype, device, seed)
@@ -129,14 +132,16 @@ class _Source:
             on_progress(decoder.weight_bytes, decoder.weight_bytes)
         return decoder, None
 
-    def weights(self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None) -> LazyWeights:
+    def weights(
+        self, dtype: torch.dtype, seed: int | None, on_progress: Progress | None, device: torch.device | str = "cpu"
+    ) -> LazyWeights:
         if self._dummy:
             if self.scheme is not None:
                 raise ModelError(
                     f"{self.files.path}: load_format='dummy' makes no {self.scheme.describe()} weights; "
                     "remove quantization_config from a copy of config.json, and give quantization= instead"
                 )
-            return open_dummy(self.spec, dtype, seed, on_progress)
+            return open_dummy(self.spec, dtype, seed, on_progress, device)
         if self._gguf is not None:
             return open_gguf(self._gguf, self.spec, dtype, on_progress)
         assert self._tensors is not None
@@ -177,7 +182,8 @@ def read_sizes(name: str, load_format: str = "auto", model_impl: str = "auto") -
     elif source.is_gguf:
         weights = source.weights(torch.float32, None, None)
         packed = {name: weights.num_bytes(name) for name in weights if weights.is_matrix(name)}
-    return StoredSizes(source.spec, packed, source.scheme and source.scheme.describe(), source.is_gguf)
+    kind = None if source.scheme is None else source.scheme.describe()
+    return StoredSizes(source.spec, packed, kind, source.is_gguf)
 
 
 def _examined(name: str, load_format: str, model_impl: str) -> _Source:
