@@ -1,0 +1,107 @@
+"""Every program in examples/ runs and says what it should, on tiny models with random weights."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.http_server import Served
+from helpers.serving import scripted_engine
+from helpers.tiny_models import tiny_config, tiny_oracle, write_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN_HERE = {"quickstart", "streaming", "branches", "prefix_cache", "lora", "server_client", "transformers_generate",
+            "engine_on_paged_attention"}  # fmt: skip
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_oracle(tiny_config("llama", num_hidden_layers=2, max_position_embeddings=512)).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a program of examples/ in this process; the lines it printed."""
+
+    def start(name: str, *arguments: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return start
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_HERE
+
+
+def test_the_engine_on_paged_attention_is_sixty_lines_and_right(run: Run) -> None:
+    source = (EXAMPLES / "engine_on_paged_attention.py").read_text()
+    engine = source[source.index("class Request:") : source.index("# -- proof")]
+    assert len([line for line in engine.splitlines() if line.strip()]) <= 60
+    lines = run("engine_on_paged_attention")
+    assert lines[0] == "request story: [0*, 1*, 2*]" and "request story, 2nd: [0*, 1*, 2*]" in lines
+    assert lines[-1] == "2 preemptions; every token is the one that dense attention gives"
+    assert "peak 12 of 12 blocks, 1 copied on write" in lines[-2]
+
+
+def test_quickstart(run: Run, model: Path) -> None:
+    lines = run("quickstart", "--model", model)
+    assert len(lines) == 3 and lines[0].startswith("'The capital of France is' -> '")
+
+
+def test_streaming(run: Run, model: Path) -> None:
+    assert run("streaming", "--model", model)[-1] == "stopped early; blocks in use now: 0"
+
+
+def test_branches_show_the_shared_blocks(run: Run, model: Path) -> None:
+    lines = run("branches", "--model", model)
+    assert sum(line.startswith("sample ") for line in lines) == sum(line.startswith("beam ") for line in lines) == 3
+    assert any(line.startswith("seq ") and "0*" in line for line in lines)
+    assert any("sharing alone saved" in line for line in lines)
+
+
+def test_prefix_cache(run: Run, model: Path) -> None:
+    lines = run("prefix_cache", "--model", model)
+    cached = [int(line.split("?")[1].split()[0]) for line in lines[::2]]
+    assert cached[0] == 0 and 80 < cached[1] < cached[2]
+
+
+def test_lora(run: Run, model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = transformers.AutoModelForCausalLM.from_pretrained(model)
+        settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        peft.get_peft_model(base, settings).save_pretrained(str(tmp_path))
+    lines = run("lora", "--model", model, "--adapter", f"mine={tmp_path}")
+    plain, mine = lines
+    assert plain.startswith("  no adapter: ") and mine.startswith("        mine: ") and plain[14:] != mine[14:]
+
+
+def test_server_client(run: Run) -> None:
+    with Served(scripted_engine()) as served:
+        lines = run("server_client", "--url", served.url)
+    assert [line.split(":")[0] for line in lines] == ["choice 0", "choice 1", "streamed"]
+
+
+def test_transformers_generate(run: Run) -> None:
+    lines = run("transformers_generate")
+    assert lines[0] == "the same tokens: True"
+    assert sum("0*, 1*, 2*, 3*, 4*, 5*" in line for line in lines) == 4
+    assert all(line.endswith(", 1 blocks more") for line in lines[-2:])
