@@ -71,13 +71,16 @@ def num_parameters(spec: ModelSpec) -> int:
     """Weights of the model; a tied head counts once."""
     if "num_parameters" in spec.extra:  # counted by transformers, whose layers need not be of the shape below
         return int(spec.extra["num_parameters"])
-    hidden, query, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = hidden * (query + 2 * kv) + query * hidden
-    attention += (query + 2 * kv) * spec.qkv_bias + hidden * spec.out_bias + 2 * spec.head_dim * spec.qk_norm
-    mlp = 3 * hidden * spec.intermediate_size + (2 * spec.intermediate_size + hidden) * spec.mlp_bias
-    norms = hidden * (4 if spec.sandwich_norms else 2)
-    embeddings = spec.vocab_size * hidden * (1 if spec.tied_head else 2)
-    return embeddings + spec.num_layers * (attention + mlp + norms) + hidden
+    from octavo.models import names
+
+    return names.num_parameters(spec)
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Weights that one token is multiplied with: of experts, those that it goes to."""
+    from octavo.models import names
+
+    return num_parameters(spec) if spec.experts is None else names.active_parameters(spec)
 
 
 def quantized_weight_bytes(sizes: StoredSizes, dtype: str, asked: str | None = None) -> dict[str, int]:
@@ -123,6 +126,7 @@ def describe(spec: ModelSpec, dtype: str, block_size: int, kv_dtype: str = "auto
         "architecture": spec.architecture,
         "model_impl": spec.extra.get("model_impl", "octavo"),
         "num_parameters": parameters,
+        "active_parameters": active_parameters(spec),
         "weight_bytes": {name: parameters * size for name, size in DTYPE_BYTES.items()},
         "dtype": dtype,
         "kv_cache_dtype": kv_dtype,
@@ -145,14 +149,17 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
         ("architecture", spec.architecture),
         ("runs through", IMPLEMENTATIONS[spec.extra.get("model_impl", "octavo")]),
         ("layers", f"{spec.num_layers}" + (f" ({windowed} with a window of {windows[0]})" if windows else "")),
-        ("hidden / mlp", f"{spec.hidden_size} / {spec.intermediate_size}"),
+        ("hidden / mlp", f"{spec.hidden_size} / {spec.intermediate_size}" + ("" if spec.gated_mlp else ", no gate")),
+        *_experts(spec),
         ("attention", attention + (", normed" if spec.qk_norm else "")),
         ("vocabulary", f"{spec.vocab_size}" + (", head tied to the embedding" if spec.tied_head else "")),
-        ("positions", str(spec.max_position_embeddings)),
-        ("rotary", "; ".join(f"{r.kind}, base {r.base:g}" for r in spec.rotaries)),
+        ("positions", str(spec.max_position_embeddings) + (", learned" if spec.learned_positions else "")),
+        *_rotary(spec),
     ]
     shape = [row for row in shape if row[1]]
     weights = [("parameters", f"{facts['num_parameters'] / 1e6:.1f} million")]
+    if facts["active_parameters"] != facts["num_parameters"]:
+        weights[0] = ("parameters", f"{weights[0][1]}, {facts['active_parameters'] / 1e6:.1f} million for a token")
     weights += [(name, format_bytes(size)) for name, size in facts["weight_bytes"].items()]
     if facts.get("stored"):
         weights.append(("stored", facts["stored"]))
@@ -168,6 +175,26 @@ def tables(model: str, spec: ModelSpec, facts: dict[str, Any]) -> list[tuple[str
         (f"KV cache, {facts['dtype' if facts['kv_cache_dtype'] == 'auto' else 'kv_cache_dtype']}", cache),
         ("KV of one sequence", sizes),
     ]
+
+
+def _experts(spec: ModelSpec) -> list[tuple[str, str]]:
+    experts = spec.experts
+    if experts is None:
+        return []
+    where = "every layer" if len(experts.layers) == spec.num_layers else f"{len(experts.layers)} layers"
+    shared = f", and one of {experts.shared_intermediate_size} for all" if experts.shared_intermediate_size else ""
+    return [("experts", f"{experts.per_token} of {experts.count} in {where}, of {experts.intermediate_size}{shared}")]
+
+
+def _rotary(spec: ModelSpec) -> list[tuple[str, str]]:
+    if not spec.rotaries:
+        return []
+    kinds = []
+    for rotary in spec.rotaries:
+        part = "" if rotary.dim is None else f", {rotary.dim} of {spec.head_dim} numbers of a head"
+        kinds.append(f"{rotary.kind}, base {rotary.base:g}{part}")
+    without = sum(index is None for index in spec.rotary)
+    return [("rotary", "; ".join(kinds) + (f"; {without} layers without" if without else ""))]
 
 
 def _group(group: dict[str, Any]) -> str:

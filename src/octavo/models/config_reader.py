@@ -34,9 +34,10 @@ HARMLESS = words("""
     chunk_size_feed_forward begin_suppress_tokens suppress_tokens unsloth_version unsloth_fixed eos_token
     pad_token bos_token use_flash_attn attn_implementation hidden_dropout resid_pdrop embd_pdrop problem_type
     max_sequence_length model_max_length
-    attn_pdrop dropout layerdrop classifier_dropout init_std summary_type summary_use_proj summary_activation
+    attn_pdrop dropout activation_dropout layerdrop classifier_dropout init_std
+    summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout task_specific_params reorder_and_upcast_attn n_ctx
-    output_router_logits router_aux_loss_coef router_jitter_noise gradient_checkpointing apply_residual_connection
+    output_router_logits router_aux_loss_coef router_jitter_noise gradient_checkpointing prefix
     quantization_config
 """)
 #: Keys with one value that changes nothing; any other value is refused, unless the family reads the key.

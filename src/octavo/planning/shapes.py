@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def _mlp_width(spec: ModelSpec) -> int:
+    """Intermediate size of gated MLPs in all layers that have as many weights as the model's."""
+    experts = spec.experts
+    dense = spec.intermediate_size if spec.gated_mlp else spec.intermediate_size * 2 // 3
+    if experts is None:
+        return dense
+    sparse = len(experts.layers)
+    inner = experts.count * experts.intermediate_size + experts.shared_intermediate_size
+    return (sparse * inner + (spec.num_layers - sparse) * dense) // spec.num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a decoder of the Llama family. windows[i]: window of layer i in tokens, None for full attention."""
@@ -39,12 +50,15 @@ class ModelShape:
 
     @classmethod
     def of(cls, spec: ModelSpec, name: str) -> ModelShape:
-        """The shape of a model whose config or weights were read."""
+        """The shape of a model whose config or weights were read.
+
+        All MLPs of a layer count as one gated MLP of as many weights: all experts, as if each had tokens.
+        """
         return cls(
             name,
             spec.num_layers,
             spec.hidden_size,
-            spec.intermediate_size,
+            _mlp_width(spec),
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
