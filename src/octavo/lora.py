@@ -74,7 +74,7 @@ class Adapters:
         """The key that a request for the adapter `name` gets; None for the model itself. Raises `RequestError`."""
         if name is None:
             return None
-        if name not in self._names:
+        if not isinstance(name, str) or name not in self._names:
             loaded = ", ".join(map(repr, self._names)) or "none"
             raise RequestError(f"lora={name!r}: no adapter of this name is loaded; loaded: {loaded}")
         return self._names[name].key
@@ -152,10 +152,12 @@ def with_adapters(engine: Engine, prompts: list[Prompt], lora: Lora, lora_reques
             if request is not None:
                 _load_request(engine, request)
         lora = [None if request is None else request.lora_name for request in wanted]
+    if lora is None:
+        return prompts
     names = one_each(lora, len(prompts), "lora names")
     for name in dict.fromkeys(names):
         engine.adapters.key_of(name)
-    return [replace(prompt, lora=name) for prompt, name in zip(prompts, names, strict=True)]
+    return [replace(prompt, lora=name or prompt.lora) for prompt, name in zip(prompts, names, strict=True)]
 
 
 def _load_request(engine: Engine, request: Any) -> None:

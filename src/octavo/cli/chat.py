@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from octavo.cli.loading import only_adapter
 from octavo.cli.options import add_engine_options, add_sampling_options, refuse, sampling_settings
 from octavo.cli.terminal import notice
 from octavo.errors import PromptError, RequestError
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     given = sampling_settings(args)
     refuse({k: given[k] for k in ("n", "best_of", "logprobs") if k in given}, "in a conversation: there is one answer")
     params = SamplingParams(**(DEFAULTS | given))
+    refuse({"lora": 1} if len(args.lora or ()) > 1 else {}, "when given twice: a conversation has one adapter")
     from octavo.cli.loading import load
 
     with load(args) as llm:
@@ -127,7 +129,7 @@ def _turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParam
         prompt, dropped = conversation.prompt(room=params.max_tokens or 1)
         if dropped:
             notice(f"the context is full: the oldest {dropped} messages are forgotten")
-        stream = llm.stream(prompt, params)
+        stream = llm.stream(prompt, params, lora=only_adapter(llm))
     except RequestError as error:
         conversation.messages.pop()
         notice(f"refused: {error}")

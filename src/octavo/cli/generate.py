@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from octavo.cli.loading import only_adapter
 from octavo.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -89,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
     params = _params(args)
     config_from(**engine_settings(args))  # a bad setting must not cost the time to read prompts or load a model
     prompts = read_prompts(args)
+    if len(args.lora or ()) > 1 and not any(isinstance(prompt, dict) and "lora" in prompt for prompt in prompts):
+        raise PromptError(
+            f"--lora: {len(args.lora)} adapters, and no prompt says which: give one, or a --prompts-file with lines "
+            'like {"prompt": "…", "lora": "NAME"}'
+        )
     if args.stream and (len(prompts) > 1 or (isinstance(params, SamplingParams) and params.n > 1 and not args.json)):
         raise PromptError(
             f"--stream shows one text as it comes, not {len(prompts)} prompts with n={args.n or 1}; "
@@ -183,12 +189,12 @@ def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
 def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any) -> tuple[int, Callable[[], None]]:
     """The number of tokens drawn, and what prints the answers (a stream has printed its own by then)."""
     if isinstance(params, BeamSearchParams):
-        found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks)
+        found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks, lora=only_adapter(llm))
         return sum(len(s.token_ids) for b in found for s in b.sequences), partial(_print_all, found, args)
     if args.stream:
         return _stream(llm, prompts[0], params, args), lambda: None
     # The block display and the progress bar would draw over each other.
-    outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks)
+    outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks, lora=only_adapter(llm))
     return sum(len(s.token_ids) for o in outputs for s in o.outputs), partial(_print_all, outputs, args)
 
 
@@ -203,7 +209,7 @@ def _print_all(outputs: Sequence[RequestOutput | BeamSearchOutput], args: argpar
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, args: argparse.Namespace) -> int:
     tokens, request_id = 0, ""
-    with llm.stream(prompt, params) as deltas:
+    with llm.stream(prompt, params, lora=only_adapter(llm)) as deltas:
         for delta in deltas:
             tokens += len(delta.token_ids)
             request_id = delta.request_id

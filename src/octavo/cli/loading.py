@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
 
 
+def only_adapter(llm: LLM) -> str | None:
+    """The adapter that every request of this command runs with: the one given with --lora, if it is one."""
+    loaded = llm.loras()
+    return loaded[0].name if len(loaded) == 1 else None
+
+
 def load(args: argparse.Namespace) -> LLM:
     """The engine that the options ask for."""
     from octavo.llm import LLM

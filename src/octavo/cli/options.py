@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from octavo.config import BLOCK_SIZES
-from octavo.errors import SamplingError
+from octavo.errors import ConfigError, SamplingError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -19,9 +19,9 @@ RENAMED = {"engine_debug": "debug", "engine_seed": "seed", "prefix_caching": "en
 ENGINE_SETTINGS = (
     "model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "device", "block_size", "num_blocks",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes",
-    "prefix_caching", "allocation",
-    "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend", "preemption", "swap_bytes", "copy_on_write",
-    "record", "speculative", "max_preemptions", "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
+    "prefix_caching", "allocation", "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend",
+    "preemption", "swap_bytes", "copy_on_write", "record", "speculative", "lora", "max_loras", "max_preemptions",
+    "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -77,7 +77,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="of weights: auto (as the file is), int8, int4, int4:128, gguf, fp8 (GPU)",
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"))
-    group.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16; npu: 128)")
+    group.add_argument(
+        "--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="tokens per block (16; npu: 128)"
+    )
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (default: from memory)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences per step (64)")
@@ -92,7 +94,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--copy-on-write", action=argparse.BooleanOptionalAction, help="share blocks among samples (on)")
     group.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
     group.add_argument(
-        "--model-impl", choices=("auto", "octavo", "transformers"), help="whose code computes (auto: Octavo's, else the library's)"
+        "--model-impl",
+        choices=("auto", "octavo", "transformers"),
+        help="whose code computes (auto: Octavo's, else the library's)",
     )
     group.add_argument("--attention-backend", choices=("auto", "reference", "native"))
     group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
@@ -101,6 +105,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative", metavar="HOW", help="guess tokens ahead: ngram, ngram:5, draft:PATH:4, or JSON (off)"
     )
+    group.add_argument(
+        "--lora", action="append", metavar="NAME=DIR", help="load a LoRA adapter under a name (may be repeated)"
+    )
+    group.add_argument("--max-loras", type=int, metavar="N", help="most adapters in memory (8)")
     group.add_argument("--max-queue", type=int, metavar="N", help="most requests that may wait (no limit)")
     group.add_argument("--engine-seed", type=int, metavar="N", help="repeatable noise for requests without --seed")
     group.add_argument("--skip-tokenizer-init", action="store_true", default=None, help="token ids in and out only")
@@ -164,6 +172,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by the names of `EngineConfig`."""
     given = {name: getattr(args, name) for name in ENGINE_SETTINGS if getattr(args, name) is not None}
+    if "lora" in given:
+        pairs = [text.partition("=")[::2] for text in given["lora"]]
+        if len(dict(pairs)) < len(pairs):
+            raise ConfigError("--lora: a name is given twice")
+        given["lora"] = dict(pairs)
     return {RENAMED.get(name, name): value for name, value in given.items()}
 
 

@@ -19,7 +19,7 @@ from octavo.async_engine import AsyncEngine
 from octavo.server import errors, metrics
 from octavo.server.exchange import RequestLog
 from octavo.server.limits import Limits
-from octavo.server.routes import chat, completions, embeddings, responses, status, tokens
+from octavo.server.routes import adapters, chat, completions, embeddings, responses, status, tokens
 from octavo.server.security import KeyRing
 from octavo.server.settings import ServerSettings
 from octavo.server.shedding import FinishRate
@@ -59,7 +59,7 @@ def create_app(engine: AsyncEngine | None, settings: ServerSettings | None = Non
     if engine is not None:
         state.attach(engine)
     errors.install(app)
-    for module in (chat, completions, responses, embeddings, tokens, status, metrics):
+    for module in (chat, completions, responses, embeddings, tokens, adapters, status, metrics):
         app.include_router(module.router)
     if settings.blocks and importlib.util.find_spec("octavo.server.blocks") is not None:
         app.include_router(importlib.import_module("octavo.server.blocks").router)

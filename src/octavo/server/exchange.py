@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TextIO
 
 from fastapi import Request
@@ -57,16 +58,27 @@ class Exchange:
         self._rate = http.app.state.finish_rate
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: Params, *, priority: int = 0, cache_salt: str | None, stream: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        *,
+        model: str | None,
+        priority: int = 0,
+        cache_salt: str | None,
+        stream: bool,
     ) -> None:
-        """Take all in, or raise: 429 when the queue is full, `RequestError` at the door."""
+        """Take all in, or raise: 429 when the queue is full, `RequestError` at the door.
+
+        model: the name that was asked for; that of an adapter makes the requests run with it.
+        """
         limit = self.state.settings.max_prompts
         if len(prompts) > limit:
             message = f"{len(prompts)} prompts in one request; at most {limit} are taken (max_prompts)"
             raise ApiError(400, message, param="prompt", code="too_many_prompts")
         check_room(self.engine, self.state, self._rate, len(prompts))
+        lora = self.state.adapter_of(model)
         self.requests = await self.engine.submit_all(
-            prompts,
+            [replace(prompt, lora=lora) for prompt in prompts],
             params,
             priority=priority,
             cache_salt=self.caller.cache_salt(cache_salt),

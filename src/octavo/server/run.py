@@ -122,7 +122,7 @@ class Running:
         self._say("settings in force:")
         for line in self._loaded.report(engine.settings()):
             self._say(f"  {line}")
-        self._say(f"ready: {', '.join(self.state.model_names)} at http://{settings.host}:{self.server.port}/v1")
+        self._say(f"ready: {', '.join(self.state.served)} at http://{settings.host}:{self.server.port}/v1")
 
     def _end(self, code: int) -> None:
         """Let the process end with this code. From any thread."""

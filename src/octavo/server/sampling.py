@@ -89,8 +89,8 @@ def check_model(name: str | None, state: ServerState) -> str:
     """The name of the model as it was asked for; 404 for one that is not served."""
     if name is None:
         return state.model_names[0]
-    if name not in state.model_names:
-        served = ", ".join(state.model_names)
+    if name not in state.served:
+        served = ", ".join(state.served)
         raise ApiError(
             404, f"model={name!r} is not served here; there is {served}", param="model", code="model_not_found"
         )

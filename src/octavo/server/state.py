@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 
 from octavo.async_engine import AsyncEngine
+from octavo.errors import ConfigError
 from octavo.logs import logger
 from octavo.server.errors import ApiError
 from octavo.server.prompts import read_template
@@ -41,10 +42,26 @@ class ServerState:
         engine: AsyncEngine | None = self._app.state.engine
         return engine
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Adapters that are loaded, each served as a model of its name."""
+        return () if self.engine is None else self.engine.engine.adapters.names
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Every name a request may give as its model."""
+        return (*self.model_names, *self.adapter_names)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request for `model` runs with; None for the model itself."""
+        return model if model is not None and model not in self.model_names else None
+
     def attach(self, engine: AsyncEngine) -> None:
         """The engine is loaded and started: requests may come."""
         if not self.model_names:
             self.model_names = (_own_name(engine.engine.config.model),)
+        if same := set(self.model_names) & set(engine.engine.adapters.names):
+            raise ConfigError(f"lora: {', '.join(sorted(same))} is the name of the model itself; choose another")
         self._app.state.engine = engine
         engine.on_failure(lambda error: self.on_death(error))
 

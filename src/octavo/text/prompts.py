@@ -1,7 +1,8 @@
 """The forms in which callers hand over prompts, brought into one: a list of `Prompt`.
 
 Accepted: a string; a list of token ids; {"prompt": str} or {"prompt_token_ids": [int]}, each with an optional
-"cache_salt"; and lists of any of these. Knows no tokenizer and no limits: encoding and length checks come later.
+"cache_salt" and "lora" (the name of an adapter); and lists of any of these. Knows no tokenizer and no limits: encoding
+and length checks come later.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from octavo.errors import PromptError, RequestError
 
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "lora")
 FORMS = 'a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}'
 
 
@@ -68,19 +69,21 @@ def _from_mapping(prompt: Mapping[str, Any]) -> Prompt:
         raise PromptError(
             f"unknown prompt key{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(KEYS)}"
         )
-    text, given, salt = (prompt.get(key) for key in KEYS)
+    text, given, salt, lora = (prompt.get(key) for key in KEYS)
     if (text is None) == (given is None):
         raise PromptError('a prompt mapping needs exactly one of "prompt" and "prompt_token_ids"')
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise PromptError(f"cache_salt={salt!r}: must be a non-empty string")
+    if lora is not None and (not isinstance(lora, str) or not lora):
+        raise PromptError(f"lora={lora!r}: must be the name of a loaded adapter")
     if text is not None:
         if not isinstance(text, str):
             raise PromptError(f'"prompt" must be a string, got {type(text).__name__}')
-        return Prompt(text=text, cache_salt=salt)
+        return Prompt(text=text, cache_salt=salt, lora=lora)
     ids = _ids(given)
     if ids is None:
         raise PromptError(f'"prompt_token_ids" must be a list of integers, got {type(given).__name__}')
-    return Prompt(token_ids=ids, cache_salt=salt)
+    return Prompt(token_ids=ids, cache_salt=salt, lora=lora)
 
 
 def _is_ids(value: Any) -> bool:

@@ -54,7 +54,12 @@ async def chat_completions(
         stream = bool(body.stream)
         with blaming(body, plan):
             await exchange.submit(
-                [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+                [prompt],
+                settled.params,
+                model=body.model,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                stream=stream,
             )
     answer = ChatAnswer(body, settled, TokenSpeller(engine.engine.tokenizer), check_model(body.model, state), plan)
     if stream:

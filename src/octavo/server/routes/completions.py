@@ -48,7 +48,12 @@ async def completions(
         exchange = Exchange(http, engine, caller, "/v1/completions")
         stream = bool(body.stream)
         await exchange.submit(
-            prompts, settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+            prompts,
+            settled.params,
+            model=body.model,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            stream=stream,
         )
     answer = CompletionAnswer(body, settled, prompts, TokenSpeller(engine.engine.tokenizer), state)
     if stream:

@@ -38,7 +38,9 @@ async def embeddings(
     with blaming_prompt("input"):
         prompts = await texts(engine, body.input)
         exchange = Exchange(http, engine, caller, "/v1/embeddings")
-        await exchange.submit(prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=False)
+        await exchange.submit(
+            prompts, params, model=body.model, priority=body.priority or 0, cache_salt=body.cache_salt, stream=False
+        )
     outputs = await exchange.results()
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [

@@ -50,7 +50,12 @@ async def responses(
         exchange = Exchange(http, engine, caller, "/v1/responses")
         stream = bool(body.stream)
         await exchange.submit(
-            [prompt], settled.params, priority=body.priority or 0, cache_salt=body.cache_salt, stream=stream
+            [prompt],
+            settled.params,
+            model=body.model,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            stream=stream,
         )
     answer = ResponseAnswer(body, settled, TokenSpeller(engine.engine.tokenizer), check_model(body.model, state))
     if stream:

@@ -41,17 +41,21 @@ async def version(caller: KeyedCaller) -> Response:
 
 @router.get("/v1/models", summary="Models that are served")
 async def models(caller: KeyedCaller, state: State) -> Response:
-    return _json({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+    return _json({"object": "list", "data": [_card(state, name) for name in state.served]})
 
 
 @router.get("/v1/models/{model:path}", summary="One model", responses={404: {}})
 async def model(model: str, caller: KeyedCaller, state: State) -> Response:
-    if model not in state.model_names:
-        raise ApiError(404, f"model {model!r} is not served here", param="model", code="model_not_found")
+    if model not in state.served:
+        served = ", ".join(state.served)
+        message = f"model {model!r} is not served here; there is {served}"
+        raise ApiError(404, message, param="model", code="model_not_found")
     return _json(_card(state, model))
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     limit = state.engine.engine.config.max_model_len if state.engine is not None else None
     card = {"id": name, "object": "model", "created": state.created, "owned_by": "octavo"}
+    if name in state.adapter_names and name not in state.model_names:
+        card |= {"parent": state.model_names[0]}
     return card if limit is None else {**card, "max_model_len": limit}
