@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 import warnings
@@ -18,6 +19,9 @@ from helpers.tiny_models import tiny_config, tiny_oracle, write_tokenizer
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_HERE = {"quickstart", "streaming", "branches", "prefix_cache", "lora", "server_client", "transformers_generate",
             "engine_on_paged_attention"}  # fmt: skip
+
+DOCUMENT = (EXAMPLES.parent / "docs" / "embedding.md").read_text()
+CODE = [code for code in re.findall(r"```python\n(.*?)```", DOCUMENT, re.S) if code.startswith("import")]
 
 Run = Callable[..., list[str]]
 
@@ -105,3 +109,19 @@ def test_transformers_generate(run: Run) -> None:
     assert lines[0] == "the same tokens: True"
     assert sum("0*, 1*, 2*, 3*, 4*, 5*" in line for line in lines) == 4
     assert all(line.endswith(", 1 blocks more") for line in lines[-2:])
+
+
+@pytest.mark.parametrize("code", CODE, ids=["PagedAttention", "functions"])
+def test_the_code_of_the_document_runs(code: str) -> None:
+    exec(compile(code, "embedding.md", "exec"), {})
+
+
+def test_names_and_links_of_the_document_are_there() -> None:
+    from octavo import PagedAttention
+
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", DOCUMENT):
+        assert (EXAMPLES.parent / "docs" / target).exists(), target
+    named = set(re.findall(r"attn\.(\w+)", DOCUMENT))
+    assert len(named) > 8 and all(hasattr(PagedAttention, name) for name in named)
+    shown = re.search(r"`allocate`, `append`.*?`audit`", DOCUMENT, re.S)
+    assert shown and all(hasattr(PagedAttention, name) for name in re.findall(r"`(\w+)`", shown[0]))
