@@ -1,12 +1,8 @@
-"""Triton's norms, rotations, activations and the fused write against plain torch; the kernels compile for real devices."""
+"""Triton's norms, rotations, activations and the fused write against plain torch."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch

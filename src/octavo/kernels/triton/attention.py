@@ -2,15 +2,15 @@
 
 It picks sizes, checks shapes and launches; it reads no tensor back, so nothing here waits for the device, and what it
 launches depends on shapes alone: `plan`, `write` and `attend` may be recorded in a graph and replayed after the
-contents of the same tensors changed. For that, a batch may hold more rows than there are sequences: those without queries
-are skipped, and so are tokens whose slots are negative.
+contents of the same tensors changed. For that, a batch may hold more rows than there are sequences; rows without
+queries are skipped, and so are tokens whose slots are negative.
 
 It holds no tokens and does not check tables or slots: whoever builds the batch does (`runner/batch.py`), because a look
 at them would cost a synchronisation per step.
 
-Invariant: with `splits` fixed (always so in float32), an output row depends only on its own query, its own context and
-its own sequence's keys and values. In 16 bits the number of splits follows the number of rows in the batch, which moves
-roundings.
+Invariant: in float32, or with `splits` given, an output row depends only on its own query, its own context and its own
+sequence's keys and values. In 16 bits the number of programs that share a row's keys follows the number of rows in the
+batch, which moves roundings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_HEAD_DIM = 256
 BLOCK_SIZES = (1, 256)
 SPLIT_ROWS = 64  # a verification row whose queries and packed heads need no larger tile is split over its keys
 MOST_SPLITS = 64
-FIXED_SPLITS = 16  # in float32
+PART_LENGTH = 1024  # keys of a part in float32, whatever the batch
 
 
 def mismatch(cache: KVCache, spec: ModelSpec) -> str:
@@ -200,7 +200,7 @@ class TritonAttention:
         if self._asked_splits is not None:
             return self._asked_splits
         if operand_bytes == 4:
-            return FIXED_SPLITS
+            return -(-max_context // PART_LENGTH)
         tiles = self._tiles_for(operand_bytes)
         wanted = -(-tiles.programs // (batch_rows * self._spec.num_kv_heads))
         useful = -(-max_context // tiles.split.keys)
@@ -214,6 +214,7 @@ class TritonAttention:
         window = spec.windows[layer]
         span = batch.max_context if window is None else min(batch.max_context, window + limit - 1)
         splits = self.num_splits(count, span, common["operand_bytes"])
+        part_length = PART_LENGTH if self._asked_splits is None and common["operand_bytes"] == 4 else 0
         parts = marks = out  # not used by one split
         if splits > 1:
             shape = (self._tokens, spec.num_heads, splits)
@@ -222,15 +223,16 @@ class TritonAttention:
         m = max(ROWS_AT_LEAST, next_power_of_two(limit * self._group_size))
         attend.split_kernel[(splits, spec.num_kv_heads, count)](
             query, out, parts, marks, batch.query_start, batch.context_len, *common["pool"],
-            KV_HEADS=spec.num_kv_heads, GROUP=self._group_size, QUERIES=limit, SPLITS=splits, M=m, BLOCK_N=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **common["constants"],
+            splits, part_length, KV_HEADS=spec.num_kv_heads, GROUP=self._group_size, QUERIES=limit, M=m,
+            BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            **common["constants"],
         )  # fmt: skip
         if splits > 1:
             attend.merge_kernel[(spec.num_heads, limit, count)](
                 out, parts, marks, batch.query_start, batch.context_len, out.stride(0), window or 0,
-                HEADS=spec.num_heads, QUERIES=limit, SPLITS=splits, S=next_power_of_two(splits),
+                splits, part_length, HEADS=spec.num_heads, QUERIES=limit, S=next_power_of_two(splits),
                 WINDOWED=window is not None, HEAD_DIM=spec.head_dim, D=self._width, BLOCK_N=tile.keys,
-                num_warps=2, enable_fp_fusion=True,
+                num_warps=2 if splits <= 16 else 8, enable_fp_fusion=True,
             )  # fmt: skip
 
     def _tile(self, query: torch.Tensor, out: torch.Tensor, common: dict[str, Any], skip: int, count: int) -> None:

@@ -2,9 +2,10 @@
 
 `draw` is what `runner/sampler.py` does for greedy, temperature, top_k, top_p and min_p; `adjusted` makes private copies
 of rows and applies penalties, biases and bans; `list_logprobs` tells what was likely; `uniforms` makes the numbers of
-`runner/noise.py` from the same seeds. Every call only queues kernels, whose grids follow from shapes: they may be recorded.
+`runner/noise.py` from the same seeds. Every call only queues kernels, whose grids follow from shapes, so they may be
+recorded.
 
-What depends on text (bad words of several tokens, a grammar) is the host's: it can hand over the bans that follow from it.
+What depends on text (bad words of several tokens, a grammar) is the host's: it can hand over the bans that follow.
 This module does not know sequences; a draw is a row, a history a slot.
 """
 
@@ -26,8 +27,8 @@ FUSION = {"enable_fp_fusion": False}  # the host rounds after every operation
 
 
 class DrawNumbers(Protocol):
-    """Per draw, on the device, all [D]. temperature float32 (0: greedy), top_k int32 (0: all), top_p and min_p float32 or
-    float64 (1 and 0: all), uniform float64."""
+    """Per draw, on the device, all [D]. temperature float32 (0: greedy), top_k int32 (0: all), top_p and min_p float32
+    or float64 (1 and 0: all), uniform float64."""
 
     @property
     def temperature(self) -> torch.Tensor: ...
@@ -69,7 +70,7 @@ class TokenHistory:
         self.sizes[slot] = size
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count tokens [D] (int64) in their slots [D] (int64, all different); a negative one of either is passed over."""
+        """Count tokens [D] (int64) in their slots [D] (int64, all different); negative ones are passed over."""
         if tokens.numel():
             adjust.count_kernel[(tokens.numel(),)](
                 slots, tokens, self.ids, self.counts, self.sizes, self.ids.shape[1], TILE=TILE, num_warps=4, **FUSION
@@ -134,8 +135,8 @@ def draw(logits: torch.Tensor, numbers: DrawNumbers, mode: int) -> tuple[torch.T
     )
     if mode > 1:
         sample.filter_kernel[(draws,)](
-            *given, tokens, *_scratch(logits, blocks), words, logits.stride(0), blocks, NB=padded, TILE=TILE, num_warps=4,
-            **FUSION,
+            *given, tokens, *_scratch(logits, blocks), words, logits.stride(0), blocks, NB=padded, TILE=TILE,
+            num_warps=4, **FUSION,
         )  # fmt: skip
     return tokens, largest
 
@@ -171,10 +172,10 @@ def adjusted(
 def list_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Raw log-probabilities of rows float32 [D, V]: (ids int64 [D, 1 + count], values float32 [D, 1 + count], rank int32
-    [D]). In front the token (int64 [D]; negative: none, its place is -1 and its rank 1), then the `count` likeliest,
-    best first, ties by id. The rank is 1 plus the number of tokens that are strictly likelier. Where a row has no finite
-    maximum all ids are -1."""
+    """Raw log-probabilities of rows float32 [D, V]: (ids int64 [D, 1 + count], values float32 [D, 1 + count], rank
+    int32 [D]). In front the token (int64 [D]; negative: none, its place is -1 and its rank 1), then the `count`
+    likeliest, best first, ties by id. The rank is 1 plus the number of tokens that are strictly likelier. Where a row
+    has no finite maximum all ids are -1."""
     _check(logits)
     draws, words = logits.shape
     if not 0 <= count <= words:
@@ -190,8 +191,8 @@ def list_logprobs(
     sums = torch.empty(draws, blocks, dtype=torch.float32, device=device)
     ones = torch.ones(draws, dtype=torch.float32, device=device)
     sample.sums_kernel[(-(-blocks // TURN), draws)](
-        logits, maxima, sums, ones, torch.zeros(draws, dtype=torch.int32, device=device), words, logits.stride(0), blocks,
-        TURN=TURN, NB=padded, num_warps=4, **FUSION,
+        logits, maxima, sums, ones, torch.zeros(draws, dtype=torch.int32, device=device), words, logits.stride(0),
+        blocks, TURN=TURN, NB=padded, num_warps=4, **FUSION,
     )  # fmt: skip
     adjust.rank_kernel[(-(-words // TILE), draws)](
         logits, tokens, ranks, words, logits.stride(0), TILE=TILE, num_warps=4, **FUSION

@@ -95,7 +95,8 @@ def _launch(
     unused = key
     write_kernel[(parts, tokens)](
         unused if query is None else query, key, value, query_out, key_out, unused if cos is None else cos.contiguous(),
-        unused if sin is None else sin.contiguous(), unused if q_norm is None else q_norm, unused if k_norm is None else k_norm,
+        unused if sin is None else sin.contiguous(), unused if q_norm is None else q_norm,
+        unused if k_norm is None else k_norm,
         unused if pool is None else pool.slots, unused if pool is None else pool.kv,
         0 if query is None else query.stride(0), key.stride(0), value.stride(0), query_out.stride(0), key_out.stride(0),
         0 if pool is None else pool.kv.stride(0), 0 if pool is None else pool.key_first,

@@ -1,6 +1,6 @@
 """Changes to logits before a draw, the noise behind it, and what is told about it afterwards.
 
-Penalties touch the tokens a sequence has seen, kept as short lists on the device (`TokenHistory`), never the vocabulary.
+Penalties touch the tokens a sequence has seen, kept as short lists on the device (`TokenHistory`), not the vocabulary.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def attend_range(
     return best, total, sums
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits", "part_length"])
 def split_kernel(
     query,
     out,
@@ -117,10 +117,11 @@ def split_kernel(
     scale,
     cap,
     window,
+    splits,
+    part_length,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr,
     KEY_KIND: tl.constexpr,
     VALUE_KIND: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -136,8 +137,9 @@ def split_kernel(
 ):
     """Program (split, key head, row): one part of the keys of a row with 1 to QUERIES queries; others are left alone.
 
+    part_length: keys of a part, or 0: as many whole tiles as deal the row's keys to `splits` programs.
     M rows of a tile: query 0 of each head of the group, query 1, …. Where one part holds all keys the result goes to
-    `out`; else unnormalised sums go to parts [T, Hq, SPLITS, HEAD_DIM] and (maximum, sum) to marks [T, Hq, SPLITS, 2].
+    `out`; else unnormalised sums go to parts [T, Hq, splits, HEAD_DIM] and (maximum, sum) to marks [T, Hq, splits, 2].
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(query_start + row)
@@ -148,8 +150,9 @@ def split_kernel(
     first = context * 0
     if WINDOWED:
         first = tl.maximum(context - count - window + 1, 0)
-    # Keys of one part: whole tiles. `merge_kernel` does the same sum.
-    length = (context - first + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+    length = part_length
+    if part_length == 0:
+        length = (context - first + splits * BLOCK_N - 1) // (splits * BLOCK_N) * BLOCK_N
     low = first + split * length
     if low >= context:
         return
@@ -183,13 +186,13 @@ def split_kernel(
         result = sums / tl.where(real, total, 1.0)[:, None]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=stored)
     else:
-        place = (token * (KV_HEADS * GROUP) + query_head) * SPLITS + split
+        place = (token * (KV_HEADS * GROUP) + query_head) * splits + split
         tl.store(parts + place[:, None] * HEAD_DIM + given[None, :], sums, mask=stored)
         tl.store(marks + 2 * place, best, mask=real)
         tl.store(marks + 2 * place + 1, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits", "part_length"])
 def merge_kernel(
     out,
     parts,
@@ -198,16 +201,18 @@ def merge_kernel(
     context_len,
     out_stride,
     window,
+    splits,
+    part_length,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr,
     S: tl.constexpr,
     WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (head, query of the row, row): joins the parts that `split_kernel` left. S: SPLITS, as a power of two."""
+    """Program (head, query of the row, row): joins the parts that `split_kernel` left. S: a power of two of at least
+    `splits`."""
     head, which, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first_token
@@ -217,12 +222,14 @@ def merge_kernel(
     span = context
     if WINDOWED:
         span = tl.minimum(context, count + window - 1)
-    length = (span + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+    length = part_length
+    if part_length == 0:
+        length = (span + splits * BLOCK_N - 1) // (splits * BLOCK_N) * BLOCK_N
     if length >= span:
         return
     used = (span + length - 1) // length
     token = (first_token + which).to(tl.int64)
-    place = (token * HEADS + head) * SPLITS
+    place = (token * HEADS + head) * splits
     s = tl.arange(0, S)
     best = tl.load(marks + 2 * (place + s), mask=s < used, other=float("-inf"))
     total = tl.load(marks + 2 * (place + s) + 1, mask=s < used, other=0.0)

@@ -1,9 +1,9 @@
 """Drawing tokens from rows of logits, by the rules of `runner/filters.py` and with the numbers of `runner/noise.py`.
 
-A row is cut into blocks of BLOCK logits. The blocks' maxima and sums are made by many programs per row; what follows needs
-one program per row, because few blocks can hold a candidate: the k-th largest of the maxima bounds the k-th largest
-logit from below, and tokens below the mass that top_p cuts are no candidates. Nothing sorts: thresholds are found bit by
-bit, and candidates stay in ascending order of their ids, so ties go to the lower id as on the host.
+A row is cut into blocks of BLOCK logits. The blocks' maxima and sums are made by many programs per row; what follows
+takes one program per row, because few blocks can hold a candidate: the k-th largest of the maxima bounds the k-th
+largest logit from below, and tokens below the mass that top_p cuts are no candidates. Nothing sorts: thresholds are
+found bit by bit, and candidates stay in ascending order of their ids, so ties go to the lower id as on the host.
 
 Weights are float32, their sums float64. Scratch memory is written and read by one program, with a barrier in between.
 """
@@ -149,7 +149,7 @@ def collect(logits, maxima, words, blocks, bound, ids, values, chosen, NB: tl.co
     tl.debug_barrier()
     i = tl.arange(0, _BLOCK)
     count = tl.zeros([], tl.int32)
-    for n in range(0, tl.sum(holds.to(tl.int32), 0)):
+    for n in range(tl.sum(holds.to(tl.int32), 0)):
         word = tl.load(chosen + n) * _BLOCK + i
         x = tl.load(logits + word, mask=word < words, other=float("-inf"))
         wanted = (x >= bound) & (word < words)
@@ -258,8 +258,8 @@ def filter_kernel(
 def draw_kept(ids, weights, count, border, over, limit, min_p, uniform, TILE: tl.constexpr):
     """Set the weights that top_p and min_p remove to 0, then invert the cumulative distribution at `uniform`: an id.
 
-    border: bits of the lightest weight that top_p may keep; 0: all. Of those that weigh exactly that, the first are kept as long
-    as the mass before them is below `limit`; over: the mass of all heavier ones.
+    border: bits of the lightest weight that top_p may keep; 0: all. Of those that weigh exactly that, the first are
+    kept as long as the mass before them is below `limit`; over: the mass of all heavier ones.
     """
     total = tl.zeros([], tl.float64)
     equal = tl.zeros([], tl.float64)  # how many weights on the border came before
