@@ -119,13 +119,34 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+class _Module:
+    """What torch asks of `torch.npu` itself. It has no generators: the package draws its noise on the host."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return visible
+
+    def device_count(self) -> int:
+        return int(visible)
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+
 def register() -> None:
     """Give torch the device "npu", once in a process."""
     if _libraries:
         return
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(rename="npu", hook=_Hooks())
+    _setup_privateuseone_for_python_backend(rename="npu", hook=_Hooks(), backend_module=_Module())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # Operators without a tensor among their arguments (zeros, …) do not reach __torch_dispatch__.
     every.fallback(_run_without_shells, "PrivateUse1")
