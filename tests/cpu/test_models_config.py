@@ -13,11 +13,13 @@ from helpers.dense_attention import run_chunks
 from helpers.tiny_models import FAMILIES, tiny_config, tiny_oracle
 from octavo.errors import ModelError
 from octavo.kernels.ops import TorchOps
-from octavo.models.config_reader import spec_from_config
+from octavo.models.config_reader import FAMILIES as FAMILIES_READ
+from octavo.models.config_reader import is_supported, spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.names import weight_shapes
 from octavo.models.safetensors_loader import canonical_name
 from octavo.models.spec import ModelSpec
+from octavo.models.tensor_names import parts_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
@@ -44,7 +46,10 @@ def gemma3(**keys: Any) -> ModelSpec:
 
 CLASSES = {
     "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-    "gemma": "GemmaConfig", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig",
+    "gemma": "GemmaConfig", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig", "smollm3": "SmolLM3Config",
+    "mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig", "phi3": "Phi3Config",
+    "granite": "GraniteConfig", "olmo2": "Olmo2Config", "stablelm": "StableLmConfig", "gpt2": "GPT2Config",
+    "opt": "OPTConfig", "gpt_neox": "GPTNeoXConfig", "falcon": "FalconConfig",
 }  # fmt: skip
 
 
@@ -54,13 +59,17 @@ def test_class_defaults_equal(kind: str, written: str) -> None:
     """A config that says nothing, and one that says everything, give what the configuration class gives."""
     theirs = getattr(transformers, CLASSES[kind])()
     spec = spec_from_config({"model_type": kind} if written == "empty" else {**theirs.to_dict(), "model_type": kind})
-    for ours, name in (
-        ("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"), ("intermediate_size", "intermediate_size"),
-        ("num_layers", "num_hidden_layers"), ("num_heads", "num_attention_heads"),
-        ("num_kv_heads", "num_key_value_heads"), ("rms_norm_eps", "rms_norm_eps"),
-        ("max_position_embeddings", "max_position_embeddings"), ("tied_head", "tie_word_embeddings"),
+    heads, hidden = theirs.num_attention_heads, theirs.hidden_size
+    for ours, names, absent in (
+        ("vocab_size", ["vocab_size"], None), ("hidden_size", ["hidden_size"], None),
+        ("intermediate_size", ["intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"], 4 * hidden),
+        ("num_layers", ["num_hidden_layers"], None), ("num_heads", ["num_attention_heads"], None),
+        ("num_kv_heads", ["num_key_value_heads"], 1 if kind == "falcon" else heads),
+        ("rms_norm_eps", ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"], 1e-5),
+        ("max_position_embeddings", ["max_position_embeddings"], None), ("tied_head", ["tie_word_embeddings"], None),
     ):  # fmt: skip
-        assert getattr(spec, ours) == getattr(theirs, name), name
+        found = next((getattr(theirs, name) for name in names if getattr(theirs, name, None) is not None), absent)
+        assert getattr(spec, ours) == found, ours
     assert spec.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert spec.bos_token_id == theirs.bos_token_id
     assert spec.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
@@ -72,19 +81,81 @@ def test_class_defaults_equal(kind: str, written: str) -> None:
         slides = types[layer] == "sliding_attention" if types else kind == "mistral"
         assert ours_window == (window if slides else None)
     for layer, index in enumerate(spec.rotary):
+        if index is None:
+            assert kind in ("gpt2", "opt") or not theirs.no_rope_layers[layer]
+            continue
         rope = theirs.rope_parameters
-        base = rope[types[layer]]["rope_theta"] if types and types[layer] in rope else rope["rope_theta"]
-        assert spec.rotaries[index].base == base
+        rope = rope[types[layer]] if types and types[layer] in rope else rope
+        assert spec.rotaries[index].base == rope["rope_theta"]
+        turned = int(spec.head_dim * rope.get("partial_rotary_factor", 1.0))
+        assert (spec.rotaries[index].dim or spec.head_dim) == turned
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"model_type": "gpt2", "num_key_value_heads": 2}, "num_key_value_heads=2: not known for gpt2"),
+        ({"model_type": "gpt2", "n_head": 7}, "hidden_size=768 is not a multiple of num_attention_heads=7"),
+        ({"model_type": "gpt2", "n_embd": 0}, "n_embd=0: must be an integer"),
+        ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before=False.*transformers"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim=512.*another size"),
+        ({"model_type": "falcon", "alibi": True}, "alibi=True.*model_impl='transformers'"),
+        ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2"),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the 8 experts"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "1"}, "mlp_only_layers='1'"),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"model_type": "qwen3_moe", "n_shared_experts": 1}, "n_shared_experts=1: not known"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier=0"),
+        ({"model_type": "stablelm", "head_dim": 100}, "head_dim=100: not known for stablelm"),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"model_type": "phi3", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "gpt_neox", "hidden_act": "gelu_10"}, "gelu_10"),
+        ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64}, "write layer_types out"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(config)
+    assert is_supported(config) is not None
+
+
+def test_supported_says_nothing_and_otherwise_why() -> None:
+    assert is_supported(LLAMA) is None
+    reason = is_supported({"model_type": "mamba"})
+    assert reason is not None and "model_type='mamba'" in reason and "model_impl='transformers'" in reason
+
+
+def test_layers_with_and_without_experts() -> None:
+    """Every second layer, but those that mlp_only_layers names."""
+    spec = spec_from_config({"model_type": "qwen3_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2,
+                             "mlp_only_layers": [3]})  # fmt: skip
+    assert spec.experts is not None and spec.experts.layers == (1, 5)
+    dense = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
+    assert spec_from_config(dense).experts is None
+
+
+def test_windows_of_qwen_with_experts() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 6}
+    two = spec_from_config({"model_type": "qwen2_moe", "max_window_layers": 3, **on})
+    assert two.windows == (64, None, 64, None, None, None)
+    assert spec_from_config({"model_type": "qwen3_moe", **on}).windows == (64,) * 6
+    off = {"model_type": "qwen2_moe", "use_sliding_window": False, "sliding_window": 0}  # as the library writes it
+    assert set(spec_from_config(off).windows) == {None}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_weight_names_and_shapes_equal_the_model(family: str) -> None:
     config = tiny_config(family)
     spec = spec_from_config(config.to_dict() | {"architectures": None})
-    theirs = {
-        canonical_name(name, spec): tuple(p.shape)
-        for name, p in transformers.AutoModelForCausalLM.from_config(config).named_parameters()
-    }
+    names = FAMILIES_READ[spec.architecture].names
+    theirs: dict[str, tuple[int, ...]] = {}
+    for name, parameter in transformers.AutoModelForCausalLM.from_config(config).named_parameters():
+        parts = parts_of(name, spec, names, names.prefixes[0])
+        assert parts is not None, name
+        theirs |= {part.name: tuple(part.take(parameter).shape) for part in parts}
     assert theirs == weight_shapes(spec)
 
 
