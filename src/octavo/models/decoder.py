@@ -307,13 +307,13 @@ class Decoder:
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if layer.head_norms is not None:
             q, k = layer.head_norms(q, k)
-        norms = (layer.q_norm, layer.k_norm, spec.rms_norm_eps)
         rotate_and_write = getattr(attention, "rotate_and_write", None)  # in one launch, where the backend can
         if layer.rotary is not None and rotate_and_write is not None:
-            q = rotate_and_write(index, q, k, v, *cos_sin[layer.rotary], *norms)
+            turn = cos_sin[layer.rotary]
+            q = rotate_and_write(index, q, k, v, *turn, layer.q_norm, layer.k_norm, spec.rms_norm_eps)
         else:
             if layer.rotary is not None:
-                q, k = self._ops.rotary(q, k, *cos_sin[layer.rotary], *norms)
+                q, k = self._ops.rotary(q, k, *cos_sin[layer.rotary], layer.q_norm, layer.k_norm, spec.rms_norm_eps)
             elif layer.q_norm is not None and layer.k_norm is not None:
                 q, k = (self._ops.rms_norm(x, w, spec.rms_norm_eps) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
             attention.write(index, k, v)
