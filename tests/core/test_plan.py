@@ -174,6 +174,20 @@ def test_the_command_names_what_can_be_loaded(capsys: pytest.CaptureFixture[str]
     assert command.startswith("octavo serve --model gemma-3-270m --dtype ")
 
 
+def test_an_npu_gets_its_own_block_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-2-7b", "--device", "npu"]
+    assert main([*words, "--memory", "64GiB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [row["block_size"] for row in facts["paged"]] == [128, 256]
+    assert facts["recommended"]["block_size"] in (128, 256) and "gpu_memory_utilization" in facts["recommended"]
+    assert main([*words, "--memory", "64GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "NPU with 64.00 GiB" in text and "path/to/checkpoint --device npu --dtype bfloat16" in text
+    assert "kv_cache_dtype" not in text and "kv-cache-dtype" not in text
+    assert main(words) == 2
+    assert "how much has the NPU?" in capsys.readouterr().err
+
+
 def test_text_and_json_say_the_same() -> None:
     plan = make_plan(ask())
     facts = json.loads(json.dumps(plan_as_json(plan, "llama-2-7b")))

@@ -98,7 +98,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "octavo", "transformers"),
         help="whose code computes (auto: Octavo's, else the library's)",
     )
-    group.add_argument("--attention-backend", choices=("auto", "reference", "native"))
+    group.add_argument("--attention-backend", choices=("auto", "reference", "native", "triton", "ascend"))
     group.add_argument("--preemption", choices=("auto", "recompute", "swap"))
     group.add_argument("--swap-bytes", type=byte_count, metavar="BYTES", help="host memory for preempted sequences")
     group.add_argument("--max-preemptions", type=int, metavar="N", help="most times a request is pushed out (8)")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import byte_count
-from octavo.config import BLOCK_SIZES, EngineConfig
+from octavo.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, EngineConfig
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", default="gemma-3-270m", metavar="MODEL")
     parser.add_argument("--memory", type=byte_count, metavar="BYTES", help="of the device: 80GiB (CPU: this one's)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "npu", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16; CPU: float32")
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="KIND", help="as --dtype (auto), int8, int4, fp8")
     parser.add_argument("--quantization", metavar="KIND", help="of weights: as the files are (default), int8, int4, …")
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     load.add_argument("--trace", metavar="FILE", help="lengths of the requests of a trace (CSV or JSONL)")
     load.add_argument("--lengths", metavar="TEXT", help=f"lengths from a distribution ({DEFAULT_LENGTHS})")
     settings = parser.add_argument_group("settings to plan with (the engine's defaults)")
-    settings.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
+    settings.add_argument("--block-size", type=int, choices=BLOCK_SIZES, metavar="N", help="16; npu: 128")
     settings.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's own")
     settings.add_argument("--max-num-seqs", type=int, default=64, metavar="N")
     settings.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             utilization=args.gpu_memory_utilization,
-            block_size=args.block_size,
+            block_size=args.block_size or (128 if args.device == "npu" else DEFAULT_BLOCK_SIZE),
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -156,8 +156,9 @@ def read_model_sizes(model: str, dtype: str, quantization: str | None = None, de
 def _memory(args: argparse.Namespace) -> int:
     if args.memory is not None:
         return int(args.memory)
-    if args.device == "cuda":
-        raise ConfigError("--memory is missing: how much has the GPU? (such as --memory 80GiB)")
+    if args.device != "cpu":
+        device = "GPU" if args.device == "cuda" else "NPU"
+        raise ConfigError(f"--memory is missing: how much has the {device}? (such as --memory 80GiB)")
     import os
 
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -22,9 +22,11 @@ from octavo.planning.activations import activation_bytes
 from octavo.planning.shapes import ModelShape, dtype_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
-# CUDA's context and libraries; on a CPU the pages of libraries that a first step touches, and the allocator's slack.
-RUNTIME_BYTES = {"cuda": 600 * MIB, "cpu": 24 * MIB}
+# CUDA's context and libraries (an NPU is planned like a GPU: nothing was measured there); on a CPU the pages of
+# libraries that a first step touches, and the allocator's slack.
+RUNTIME_BYTES = {"cuda": 600 * MIB, "npu": 600 * MIB, "cpu": 24 * MIB}
 BLOCK_SIZES = (8, 16, 32, 64)
+NPU_BLOCK_SIZES = (128, 256)  # what its fused attention reads
 MOST_LENGTHS = 1024  # of a long trace, evenly chosen
 POINTS = 24  # of a sequence's life, at which what it holds is counted
 
@@ -192,7 +194,8 @@ def make_plan(ask: Ask) -> Plan:
             f"that may be used (utilization {ask.utilization:g}); at least {_gib(need / ask.utilization)} are needed"
             + _with_less(ask, need)
         )
-    rows = tuple(block_row(ask, size) for size in sorted({*BLOCK_SIZES, ask.block_size}))
+    sizes = NPU_BLOCK_SIZES if ask.device == "npu" else BLOCK_SIZES
+    rows = tuple(block_row(ask, size) for size in sorted({*sizes, ask.block_size}))
     static = layout.static_bytes(ask.length_limit)
     now = sequences_at_once(ask)
     changes = sorted(_changes(ask, now), key=lambda c: -c.sequences)
@@ -294,13 +297,14 @@ def _recommend(ask: Ask) -> dict[str, int | float]:
 
     A CPU's pool is given in bytes (`cpu_kv_bytes`), a GPU's as a share of its memory.
     """
-    utilization = max(0.5, floor(100 * min(0.9, 1 - 2 * GIB / ask.memory)) / 100) if ask.device == "cuda" else 0.9
+    utilization = max(0.5, floor(100 * min(0.9, 1 - 2 * GIB / ask.memory)) / 100) if ask.device != "cpu" else 0.9
     longest = max(p + o for p, o in ask.lengths)
     length = min(ask.shape.max_position_embeddings, -(-longest // 256) * 256)
     trial = replace(ask, utilization=utilization, max_model_len=length)
     # The larger block where it costs next to nothing: half the table, the same sequences.
-    small, large = block_row(trial, 16), block_row(trial, 32)
-    block_size = 32 if large.fits >= 0.98 * small.fits else 16
+    sizes = NPU_BLOCK_SIZES if ask.device == "npu" else (16, 32)
+    small, large = (block_row(trial, size) for size in sizes)
+    block_size = sizes[large.fits >= 0.98 * small.fits]
     trial = replace(trial, block_size=block_size)
     for _ in range(2):  # more seats need more memory for their logits, and leave less for blocks
         fits = max(1, block_row(trial, block_size).fits)
@@ -340,7 +344,7 @@ def _changes(ask: Ask, now: int) -> list[Change]:
         add("gpu_memory_utilization", ask.utilization, 0.9, idle, "memory that is idle now")
     if not ask.hybrid_kv and any(w is not None for w in ask.shape.windows):
         add("hybrid_kv", False, True, replace(wide, hybrid_kv=True), "windowed layers keep only their window")
-    for size in (16, 32):
+    for size in NPU_BLOCK_SIZES if ask.device == "npu" else (16, 32):
         if size < ask.block_size:
             add("block_size", ask.block_size, size, replace(wide, block_size=size), "less is lost in the last block")
     if ask.max_num_batched_tokens > 512:
@@ -358,6 +362,8 @@ def _smaller(ask: Ask) -> tuple[Smaller, ...]:
     if fits >= ask.max_num_seqs:
         return ()
     kinds = ["auto", "int8", *(["int4"] if ask.shape.head_dim % GROUP == 0 else [])]
+    if ask.device == "npu":  # its fused attention reads no quantised prompts
+        kinds = ["auto"]
     caches = kinds if ask.kv_cache_dtype == "auto" else [ask.kv_cache_dtype]
     found = []
     for quantization in (ask.quantization, *ask.quantized_bytes):

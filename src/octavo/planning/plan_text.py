@@ -18,8 +18,9 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     """
     ask, memory, best = plan.ask, plan.memory, plan.best
     weights = "" if ask.quantization is None else f", {ask.quantization} weights"
+    device = "GPU" if ask.device == "cuda" else ask.device.upper()
     lines = [
-        f"{name}, {ask.dtype}{weights}, {'GPU' if ask.device == 'cuda' else 'CPU'} with {_bytes(ask.memory)}; "
+        f"{name}, {ask.dtype}{weights}, {device} with {_bytes(ask.memory)}; "
         f"load: {lengths}",
         "",
         "memory",
@@ -46,9 +47,9 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     options = " ".join(f"--{setting.replace('_', '-')} {value}" for setting, value in plan.recommended.items())
     kv = "" if ask.kv_cache_dtype == "auto" else f" --kv-cache-dtype {ask.kv_cache_dtype}"
     kv += "" if ask.quantization is None else f" --quantization {ask.quantization}"
-    device = " --device cpu" if ask.device == "cpu" else ""
+    option = "" if ask.device == "cuda" else f" --device {ask.device}"
     model = CHECKPOINT if by_name else shlex.quote(name)
-    lines.append(f"  octavo serve --model {model}{device} --dtype {ask.dtype}{kv} {options}")
+    lines.append(f"  octavo serve --model {model}{option} --dtype {ask.dtype}{kv} {options}")
     if by_name:
         lines.append(f"  ({CHECKPOINT}: the directory, .gguf file or hub id of your {name} weights)")
     lines += ["", f"with the settings asked {plan.now} sequences run at once"]
