@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,15 +20,6 @@ pytest.importorskip("triton")
 from octavo.kernels.triton import sampling
 
 
-@dataclass(frozen=True)
-class Numbers:
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniform: torch.Tensor
-
-
 def state_of(
     params: SamplingParams, vocabulary: int, seed: int = 0, prompt: Sequence[int] = (1,), output: Sequence[int] = ()
 ) -> SamplingState:
@@ -40,13 +30,13 @@ def state_of(
     return SamplingState(start, vocabulary)
 
 
-def numbers_of(states: Sequence[SamplingState], positions: Sequence[int], device: str) -> Numbers:
+def numbers_of(states: Sequence[SamplingState], positions: Sequence[int], device: str) -> sampling.Numbers:
     noise = host_uniforms([s.seed for s in states], [s.sample_index for s in states], positions)
 
     def put(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    return Numbers(
+    return sampling.Numbers(
         put([0.0 if s.greedy else s.temperature for s in states], torch.float32),
         put([s.top_k for s in states], torch.int32),
         put([s.top_p for s in states], torch.float64),

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MOST_HEAD_DIM = 256
-BLOCK_SIZES = (1, 256)
 SPLIT_ROWS = 64  # a verification row whose queries and packed heads need no larger tile is split over its keys
 MOST_SPLITS = 64
 PART_LENGTH = 1024  # keys of a part in float32, whatever the batch
@@ -47,8 +46,6 @@ def mismatch(cache: KVCache, spec: ModelSpec) -> str:
     layout, kv = cache.layout, cache.kv
     if spec.head_dim > MOST_HEAD_DIM or spec.head_dim % 8:
         return f"head_dim={spec.head_dim} is not a multiple of 8 of at most {MOST_HEAD_DIM}"
-    if not BLOCK_SIZES[0] <= layout.block_size <= BLOCK_SIZES[1]:
-        return f"block_size={layout.block_size} is not between {BLOCK_SIZES[0]} and {BLOCK_SIZES[1]}"
     if spec.num_heads % spec.num_kv_heads:
         return f"num_heads={spec.num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}"
     kv_format = parse_kv_dtype(layout.kv_dtype)

@@ -46,6 +46,39 @@ class DrawNumbers(Protocol):
     def uniform(self) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """`DrawNumbers` as plain tensors."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+    @classmethod
+    def same(
+        cls,
+        draws: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        device: torch.device | str,
+    ) -> Numbers:
+        """The same settings for all draws, with uniform numbers that step through [0, 1)."""
+
+        def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((draws,), value, dtype=dtype, device=device)
+
+        uniform = torch.arange(draws, dtype=torch.float64, device=device) / draws
+        return cls(
+            full(temperature, torch.float32), full(top_k, torch.int32), full(top_p, torch.float64),
+            full(min_p, torch.float64), uniform,
+        )  # fmt: skip
+
+
 class TokenHistory:
     """The different tokens that sequences have seen and how often each was generated, on the device, by slot.
 
