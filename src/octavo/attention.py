@@ -117,7 +117,10 @@ class PagedAttention(PagedRequests):
         self._store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
         super().__init__(layout, num_blocks, self._store.cache.kv.device)
         self._spec = spec
-        self._backend: AttentionBackend = make_backend(backend, self._store.cache, spec)
+        try:
+            self._backend: AttentionBackend = make_backend(backend, self._store.cache, spec)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("attention_backend=", "backend=")) from None
         self._reader = BlockReader(self._store.cache, spec)
         self._turn = threading.Lock()  # round a whole step of one layer
         self._written = 0  # layers of the open step that are written

@@ -44,7 +44,7 @@ class PromptError(RequestError):
 
 
 class CapacityError(RequestError):
-    """The request can never fit the pool, or the queue is full."""
+    """The request can never fit the pool, or the queue is full; in a `PagedAttention`: not now, its pool is full."""
 
 
 class UnavailableError(OctavoError, RuntimeError):

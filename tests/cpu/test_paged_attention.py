@@ -277,6 +277,7 @@ def test_a_step_that_fails_in_its_kernels_is_forgotten(monkeypatch: pytest.Monke
         ({"sliding_window": [4, 4]}, "2 entries for num_layers=1"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"softcap": 0.0}, "softcap"),
+        ({"backend": "fastest"}, "backend='fastest': must be one of"),
         ({"dtype": torch.int8}, "kv_cache_dtype quantises"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype='int3'"),
         ({"num_blocks": 10**12}, "Lower num_blocks"),

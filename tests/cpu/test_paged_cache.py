@@ -41,6 +41,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
+def hybrid() -> Any:
+    """Layers with and without a window."""
+    return endless(tiny_oracle(tiny_config("gemma3", num_hidden_layers=2)))
+
+
+@pytest.fixture(scope="module")
 def llama() -> Any:
     return endless(tiny_oracle(tiny_config("llama", num_hidden_layers=2)))
 
@@ -112,12 +118,12 @@ def test_samples_and_beams_keep_their_prompt_once(llama: Any, attention: str) ->
         assert lone.stats().peak_used >= 4 * 50
 
 
-def test_assisted_generation_takes_guesses_back(model: Any) -> None:
+def test_assisted_generation_takes_guesses_back(hybrid: Any) -> None:
     pattern = prompt(1, 6).repeat(1, 4)  # something to look up
-    plain = generate(model, pattern, DynamicCache(config=model.config), do_sample=False)
+    plain = generate(hybrid, pattern, DynamicCache(config=hybrid.config), do_sample=False)
     for attention in ("eager", ATTENTION):
-        cache = paged(model)
-        out = generate(model, pattern, cache, attention, do_sample=False, prompt_lookup_num_tokens=4)
+        cache = paged(hybrid)
+        out = generate(hybrid, pattern, cache, attention, do_sample=False, prompt_lookup_num_tokens=4)
         assert torch.equal(out, plain)
         cache.pool.attention.audit()
 
@@ -129,31 +135,31 @@ def test_an_assistant_model_has_a_cache_of_its_own(llama: Any) -> None:
     assert torch.equal(generate(llama, ids, paged(llama), ATTENTION, do_sample=False, assistant_model=assistant), plain)
 
 
-def test_a_prompt_in_chunks(model: Any) -> None:
+def test_a_prompt_in_chunks(hybrid: Any) -> None:
     ids = prompt(3, 23)
     mask = torch.ones_like(ids)
     mask[0, :9], mask[1, :2] = 0, 0  # a whole chunk of the first row is padding
-    plain = generate(model, ids, DynamicCache(config=model.config), do_sample=False, attention_mask=mask)
+    plain = generate(hybrid, ids, DynamicCache(config=hybrid.config), do_sample=False, attention_mask=mask)
     for attention in ("eager", ATTENTION):
-        cache = paged(model)
-        out = generate(model, ids, cache, attention, do_sample=False, attention_mask=mask, prefill_chunk_size=8)
+        cache = paged(hybrid)
+        out = generate(hybrid, ids, cache, attention, do_sample=False, attention_mask=mask, prefill_chunk_size=8)
         assert torch.equal(out, plain)
         cache.pool.attention.audit()
 
 
-def test_a_copy_of_a_cache_is_a_fork(model: Any) -> None:
+def test_a_copy_of_a_cache_is_a_fork(hybrid: Any) -> None:
     ids, more = prompt(1, 12), [prompt(1, 5, seed) for seed in (1, 2)]
-    cache = paged(model)
-    model.set_attn_implementation(ATTENTION)
+    cache = paged(hybrid)
+    hybrid.set_attn_implementation(ATTENTION)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        hybrid(ids, past_key_values=cache)
     used = cache.stats().used
     copies = [copy.deepcopy(cache) for _ in more]
     assert cache.stats().used == used  # nothing moved
     for twin, tail in zip(copies, more, strict=True):
         whole = torch.cat([ids, tail], 1)
-        plain = generate(model, whole, DynamicCache(config=model.config), do_sample=False)
-        assert torch.equal(generate(model, whole, twin, ATTENTION, do_sample=False), plain)
+        plain = generate(hybrid, whole, DynamicCache(config=hybrid.config), do_sample=False)
+        assert torch.equal(generate(hybrid, whole, twin, ATTENTION, do_sample=False), plain)
     cache.pool.attention.audit()
     del twin
     copies.clear()
