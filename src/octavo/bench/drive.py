@@ -199,7 +199,7 @@ def run_load(
     begin = time.perf_counter()
     try:
         for number, item in enumerate(items):
-            engine.add_request(f"bench-{number}", list(item.token_ids), params(item))
+            engine.add_request(f"bench-{number}", list(item.token_ids), params(item), lora=item.lora)
         while engine.has_unfinished():
             outputs = engine.step()
             now = time.perf_counter() - begin - watched.looking

@@ -22,10 +22,14 @@ MIXED_COUNT = 64
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request: its prompt and the exact number of tokens it produces (the end of text is ignored)."""
+    """One request: its prompt and the exact number of tokens it produces (the end of text is ignored).
+
+    lora: the adapter it runs with.
+    """
 
     token_ids: tuple[int, ...]
     output: int
+    lora: str | None = None
 
     @property
     def total(self) -> int:

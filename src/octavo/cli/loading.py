@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def only_adapter(llm: LLM) -> str | None:
     """The adapter that every request of this command runs with: the one given with --lora, if it is one."""
-    loaded = llm.loras()
-    return loaded[0].name if len(loaded) == 1 else None
+    given = llm.config.lora or {}
+    return next(iter(given)) if len(given) == 1 else None
 
 
 def load(args: argparse.Namespace) -> LLM:
