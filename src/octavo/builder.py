@@ -95,7 +95,9 @@ def build_engine(
     graphs, resolved = settle_graphs(resolved, where, backend, model)
     final = resolved.config
     make_runner = partial(
-        make_device_runner(where, graphs, final.num_blocks) if queues_steps(where, final) else ModelRunner,  # type: ignore[arg-type]
+        make_device_runner(where, final, graphs, final.num_blocks)  # type: ignore[arg-type]
+        if queues_steps(where, final)
+        else ModelRunner,
         max_num_seqs=final.max_num_seqs,
         max_model_len=final.max_model_len,  # type: ignore[arg-type]
         max_num_batched_tokens=final.max_num_batched_tokens,

@@ -15,10 +15,12 @@ import torch
 from octavo.config import Choice, EngineConfig, Resolved
 from octavo.core.kv_layout import KVLayout
 from octavo.devices import Device
+from octavo.kernels import triton
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.load import LoadedModel
 from octavo.models.spec import ModelSpec
 from octavo.runner.device_runner import DeviceRunner
+from octavo.runner.device_sampler import Draw, draw
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.largest_step import StepBytes, largest_step_bytes
 from octavo.runner.memory import Budget, cuda_budget
@@ -63,10 +65,22 @@ def settle_graphs(
 
 
 def make_device_runner(
-    device: Device, graphs: GraphStore | None = None, spare_block: int = 0
+    device: Device, config: EngineConfig, graphs: GraphStore | None = None, spare_block: int = 0
 ) -> Callable[..., ModelRunner]:
     """As the class `DeviceRunner`, for one device."""
-    return partial(DeviceRunner, device=device, graphs=graphs, spare_block=spare_block)
+    return partial(
+        DeviceRunner, device=device, graphs=graphs, spare_block=spare_block, drawing=_drawing(device, config)
+    )
+
+
+def _drawing(device: Device, config: EngineConfig) -> Draw:
+    """Triton's kernels where they run and nobody asked for another backend, else torch operations."""
+    wanted = config.attention_backend == "triton" or (config.attention_backend == "auto" and device.kind == "cuda")
+    if wanted and not triton.why_unusable(device.kind):
+        from octavo.kernels.triton import sampling
+
+        return sampling.draw
+    return draw
 
 
 def measured_budget(
@@ -89,7 +103,7 @@ def measured_budget(
         max_model_len=config.max_model_len or model.spec.max_position_embeddings,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=model.spec.vocab_size,
-        make_runner=make_device_runner(device) if queues_steps(device, config) else ModelRunner,
+        make_runner=make_device_runner(device, config) if queues_steps(device, config) else ModelRunner,
     )
     # Graphs keep scratch memory of their own, as much as the largest decode step needs, and a description of each step.
     graphs = found.decode + ALLOWANCE * len(buckets_up_to(config.max_num_seqs)) if may_record(device, config) else 0

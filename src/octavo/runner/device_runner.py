@@ -29,7 +29,7 @@ from octavo.errors import InternalError
 from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache
 from octavo.runner.batch import HostBatch, StepBatch
 from octavo.runner.device_inputs import DeviceTables, Staging, packed_bytes
-from octavo.runner.device_sampler import DrawInputs, Mode, draw, why_not
+from octavo.runner.device_sampler import Draw, DrawInputs, Mode, draw, why_not
 from octavo.runner.draws import DrawParameters, Draws
 from octavo.runner.graphs import GraphStore
 from octavo.runner.kv_store import KVStore
@@ -58,7 +58,7 @@ class DeviceRunner(ModelRunner):
     """See the module. Arguments are those of `ModelRunner`.
 
     device: where the pool lies. graphs: recorded steps, None without. spare_block: a block of the pool that the
-    scheduler does not know; rows that only fill up a batch write there.
+    scheduler does not know; rows that only fill up a batch write there. drawing: `draw`, or a faster one.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class DeviceRunner(ModelRunner):
         device: Device | None = None,
         graphs: GraphStore | None = None,
         spare_block: int = 0,
+        drawing: Draw = draw,
     ) -> None:
         super().__init__(
             decoder,
@@ -89,6 +90,7 @@ class DeviceRunner(ModelRunner):
         layout = self.store.cache.layout
         self.device = device or device_of(self.store.cache.kv.device)
         self.graphs = graphs
+        self._drawing = drawing
         self.host_steps: Counter[str] = Counter()  # steps that were drawn for on the host, by reason
         self._batches.late = []
         self._groups = layout.num_groups
@@ -213,7 +215,7 @@ class DeviceRunner(ModelRunner):
         with self.profile.section("head"):
             logits = self._decoder.logits(hidden[logit_rows])[:, : self._vocab_size].float()
         with self.profile.section("sample"):
-            tokens, highest = draw(logits, DrawInputs(*numbers), draws.mode)
+            tokens, highest = self._drawing(logits, DrawInputs(*numbers), draws.mode)
             self._tables.last_tokens.index_copy_(0, draw_slots, tokens)
             return torch.stack((tokens.double(), highest.double()))
 
@@ -299,7 +301,7 @@ class DeviceRunner(ModelRunner):
         self._backend.plan(attention)
         hidden = self._decoder.forward(ids, positions, self._backend)
         logits = self._decoder.logits(hidden)[:, : self._vocab_size].float()
-        tokens, highest = draw(logits, DrawInputs(*views[6 + groups :]), mode)
+        tokens, highest = self._drawing(logits, DrawInputs(*views[6 + groups :]), mode)
         tables.last_tokens.index_copy_(0, slots, tokens)
         out[0].copy_(tokens)
         out[1].copy_(highest)

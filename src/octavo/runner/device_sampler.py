@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -45,6 +45,14 @@ class DrawInputs:
     top_p: torch.Tensor
     min_p: torch.Tensor
     uniform: torch.Tensor
+
+
+class Draw(Protocol):
+    """`draw` of this module, or kernels that do the same."""
+
+    def __call__(self, logits: torch.Tensor, numbers: DrawInputs, mode: Mode, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits float32 [D, V] -> (token int64 [D], the row's largest logit float32 [D])."""
+        ...
 
 
 def why_not(start: SequenceStart) -> str | None:

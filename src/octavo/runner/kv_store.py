@@ -119,6 +119,11 @@ class KVStore:
         assert self.host is not None  # `_check` refuses every id when there is no host pool
         out = kind is TransferKind.SWAP_OUT
         source, destination = (self.cache.kv, self.host) if out else (self.host, self.cache.kv)
+        if self.cache.kv.device.type != "cpu":
+            # One block is one run of bytes: queued copies in order, and nobody waits for them.
+            for s, d in pairs:
+                destination[d].copy_(source[s], non_blocking=True)
+            return
         # The two pools are different memory (the destination's ids are inverted to tell them apart), so only a block
         # that is written twice needs its order kept.
         for run in independent_runs((s, ~d) for s, d in pairs):
