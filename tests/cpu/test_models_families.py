@@ -14,7 +14,8 @@ import torch
 
 from helpers.dense_attention import greedy, run_chunks
 from helpers.oracle import assert_greedy, random_ids
-from helpers.tiny_models import FAMILIES, FIRST, oracle_greedy, oracle_logits, tiny_config, write_tiny
+from helpers.oracle import greedy as oracle_greedy
+from helpers.tiny_models import FAMILIES, FIRST, oracle_logits, tiny_config, write_tiny
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.kernels import cpu
