@@ -144,6 +144,13 @@ def test_tiny_blocks_are_too_small() -> None:
     assert (finding.code, finding.remedy) == ("block-size", "set block_size=16")
 
 
+def test_blocks_that_an_npu_reads_are_not_called_too_large() -> None:
+    report = report_of("block-size")
+    assert "block-size" in {finding.code for finding in diagnose(report).findings}
+    report["pool"]["block_size"], report["hardware"]["device"] = 128, "npu"
+    assert "block-size" not in {finding.code for finding in diagnose(report).findings}
+
+
 def test_an_unknown_trouble_is_refused_with_the_list(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no trouble is called 'gout'; prepared: healthy, memory-short"):
         record_trouble("gout", tmp_path / "run")

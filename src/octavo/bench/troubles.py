@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.config import EngineConfig, Facts, resolve
+from octavo.config import DEFAULT_BLOCK_SIZE, EngineConfig, Facts, resolve
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.fake_runner import FakeRunner
@@ -206,7 +206,9 @@ def trouble_engine(trouble: Trouble, path: str) -> tuple[Engine, _PacedRunner]:
         del given["num_blocks"]
     config = EngineConfig(model=f"demo:{trouble.name}", record=path, **given)
     layout = build_layout(
-        trouble.windows, block_size=config.block_size, bytes_per_token_layer=BYTES_PER_TOKEN_LAYER,
+        trouble.windows,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
+        bytes_per_token_layer=BYTES_PER_TOKEN_LAYER,
         hybrid=config.hybrid_kv and config.allocation == "paged",
     )  # fmt: skip
     hardware = dict(trouble.hardware)

@@ -212,8 +212,9 @@ def block_size(f: Facts) -> Finding | None:
             f"publishes more blocks; blocks of {better} would lose {lost[better]:.1%} of their slots, not {here:.1%}",
             f"set block_size={better}",
         )
-    # Never below 16: what smaller blocks gain, longer tables and more copies cost.
-    smaller = [s for s in lost if 16 <= s < size and here - lost[s] >= TAIL_GAINED]
+    # Never below 16: what smaller blocks gain, longer tables and more copies cost. An NPU's attention reads 128 and up.
+    least = 128 if f.hardware.get("device") == "npu" and size >= 128 else 16
+    smaller = [s for s in lost if least <= s < size and here - lost[s] >= TAIL_GAINED]
     if here < TAIL_LOST or not smaller:
         return None
     better = min(smaller, key=lambda s: (lost[s] > TAIL_LOST, -s if lost[s] <= TAIL_LOST else s))
