@@ -21,7 +21,7 @@ ENGINE_SETTINGS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes",
     "prefix_caching", "allocation", "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend",
     "preemption", "swap_bytes", "copy_on_write", "record", "speculative", "lora", "max_loras", "max_preemptions",
-    "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug",
+    "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug", "overlap",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -113,6 +113,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine-seed", type=int, metavar="N", help="repeatable noise for requests without --seed")
     group.add_argument("--skip-tokenizer-init", action="store_true", default=None, help="token ids in and out only")
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no graphs, no compilation")
+    group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before runs (auto: on a GPU, without speculation)",
+    )
     group.add_argument("--record", metavar="FILE", help="write every decision to FILE, for `octavo replay`")
     group.add_argument(
         "--debug", dest="engine_debug", action="store_true", default=None, help="audit the pool after every step"
