@@ -27,7 +27,8 @@ def test_every_table_is_filled_and_every_row_is_kept(device):
         for row in table.rows:
             assert all(row[column.name] not in (None, 0) for column in table.columns), row
     assert {key.split("/")[1] for key in kept} == {
-        "peak", "decode", "prompt", "blocks", "add and norm", "gate", "rotate and write", "draw (top-k 40, top-p 0.95)"
+        "peak", "decode", "prompt", "blocks", "tiles", "add and norm", "gate", "rotate and write",
+        "draw (top-k 40, top-p 0.95)",
     }  # fmt: skip
     measured = len(kept)
     again = gpu_kernels.tables(once, device=device, small=True)

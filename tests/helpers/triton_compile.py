@@ -41,7 +41,7 @@ def build(kernel: Any, device: int, types: dict[str, str], warps: int, stages: i
     constants = {name: value for name, value in constants.items() if name in names}
     known = {**_SHARED_POINTERS, **types}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or "stride" in name or "slab" in name]
+    aligned = [name for name in names if signature[name][0] == "*" or name.endswith(("stride", "slab", "first"))]
     compiled = triton.compile(
         ASTSource(
             kernel,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from octavo.devices import Device
     from octavo.kernels.triton import TritonAttention
+    from octavo.kernels.triton.tuning import Tiles
 
 Once = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -90,6 +91,7 @@ def tables(once: Once, device: str = "cuda", small: bool = False) -> list[Table]
             _decode_table(once, where, peak, small),
             _prompt_table(once, where, peak, small),
             _block_size_table(once, where, small),
+            _tiles_table(once, where, small),
             _small_table(once, where, peak, small),
         ]
 
@@ -148,7 +150,9 @@ class _Case:
             self.backend.attend(layer, self.query)
 
 
-def _case(device: Device, shape: Shape, block_size: int, small: bool, shuffled: bool = True) -> _Case:
+def _case(
+    device: Device, shape: Shape, block_size: int, small: bool, shuffled: bool = True, tiles: Tiles | None = None
+) -> _Case:
     """A pool of random numbers whose blocks belong to the rows in random order (or in theirs)."""
     import torch
 
@@ -173,7 +177,7 @@ def _case(device: Device, shape: Shape, block_size: int, small: bool, shuffled: 
     ).normal_()
     order = torch.randperm(blocks) if shuffled else torch.arange(blocks)
     tokens = shape.rows * shape.new
-    backend = TritonAttention(KVCache(kv, layout), spec)
+    backend = TritonAttention(KVCache(kv, layout), spec, tiles=tiles)
     backend.plan(
         AttentionBatch(
             query_start=(torch.arange(shape.rows + 1, dtype=torch.int32) * shape.new).to(device.torch),
@@ -254,6 +258,59 @@ def _block_size_table(once: Once, device: Device, small: bool) -> Table:
         rows.append(row)
     columns = [Column("shape", "µs per layer by block size"), *(Column(f"us_{s}", str(s), fixed(1)) for s in sizes)]
     return Table("Kernels: block size", columns, rows)
+
+
+def _tiles_table(once: Once, device: Device, small: bool) -> Table:
+    """Other tiles than those of `kernels/triton/tuning.py`, so that its table can be mended where one is faster."""
+    rows = []
+    shapes = (*TINY_DECODE, *TINY_PROMPTS) if small else (DECODE[1], DECODE[4], DECODE[7], PROMPTS[0], PROMPTS[3])
+    for shape in shapes:
+        for name, tiles in _other_tiles(shape, small).items():
+            found = once(
+                f"kernels/tiles/{name}/{shape}",
+                lambda shape=shape, tiles=tiles: _tile_seconds(device, shape, tiles, small),  # type: ignore[misc]
+            )
+            rows.append({"shape": str(shape), "tiles": name, **found})
+    columns = [
+        Column("shape", "sequences x context"), Column("tiles", "rows x keys, warps, stages"),
+        Column("us", "µs per layer", fixed(1)),
+    ]  # fmt: skip
+    return Table("Kernels: tiles (the first of each shape is the table's)", columns, rows)
+
+
+def _other_tiles(shape: Shape, small: bool) -> dict[str, Tiles]:
+    """Name -> tiles; the table's own first."""
+    from octavo.kernels.triton.runtime import capability, processors
+    from octavo.kernels.triton.tuning import Tile, pick_tiles
+
+    own = pick_tiles(shape.head_dim, 4 if small else 2, capability(), processors())
+    decode = shape.new == 1
+    current = own.split if decode else own.tile
+    found = [current]
+    for keys in (current.keys // 2, current.keys, 2 * current.keys):
+        for warps in (4, 8):
+            for stages in (3, 5) if decode else (2, 3):
+                found.append(Tile(current.rows, keys, warps, stages))
+    if not decode:
+        found.append(Tile(current.rows // 2, current.keys, 4, current.stages))
+    if small:
+        del found[2:]
+    return {
+        f"{t.rows or 'heads'} x {t.keys}, {t.warps}, {t.stages}": replace(own, **{"split" if decode else "tile": t})
+        for t in found
+    }
+
+
+def _tile_seconds(device: Device, shape: Shape, tiles: Tiles, small: bool) -> dict[str, Any]:
+    """{"us": of one layer}, or None where the tiles do not fit the device."""
+    case = _case(device, shape, 16, small, tiles=tiles)
+    try:
+        return {"us": seconds_of(device, case.attend) / case.layers * 1e6}
+    except Exception as error:
+        # The compiler's own class, which cannot be named without importing it: too much shared memory.
+        if type(error).__name__ != "OutOfResources":
+            raise
+        return {"us": None}
 
 
 # -- the rest --------------------------------------------------------------------------------------------------------

@@ -187,9 +187,9 @@ class TritonAttention:
 
     def _split_queries(self) -> int:
         """Rows with at most this many queries go to the split kernel: all rows of the step if they fit, else single
-        ones."""
+        ones. A power of two, so that few variants are compiled."""
         assert self._batch is not None
-        most = self._batch.max_query
+        most = next_power_of_two(self._batch.max_query)
         return most if most * self._group_size <= SPLIT_ROWS else 1
 
     def num_splits(self, batch_rows: int, max_context: int, operand_bytes: int) -> int:

@@ -70,7 +70,7 @@ def count_kernel(slots, tokens, ids, counts, sizes, room, TILE: tl.constexpr):
             tl.store(sizes + slot, size + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def edit_kernel(logits, rows, ids, values, count, stride, TILE: tl.constexpr):
     """Add values [count] to single logits: a bias, or -inf for a ban, which no bias undoes."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -90,7 +90,7 @@ def copy_rows_kernel(logits, rows, out, words, stride, out_stride, TILE: tl.cons
     tl.store(out + row * out_stride + i, x, mask=i < words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def uniform_kernel(seeds, samples, positions, out, count, TILE: tl.constexpr):
     """Philox4x32-10 (Salmon et al. 2011) with key = seed, counter = (position, sample, 0, 0): float64 in [0, 1)."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
