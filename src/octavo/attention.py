@@ -37,7 +37,7 @@ from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.paged.batch import attention_batch, slots_of
 from octavo.paged.read import BlockReader
 from octavo.paged.requests import BlockIds, PagedRequests, PagedStats
-from octavo.paged.rows import Rows, check_tokens, rows_of
+from octavo.paged.rows import Rows, check_tokens, pairs_of, plainly, rows_of
 from octavo.paged.spec import attention_spec
 from octavo.runner.kv_store import KVStore
 
@@ -114,14 +114,16 @@ class PagedAttention(PagedRequests):
             kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=head_dim, itemsize=dtype.itemsize
         )
         layout = build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=row, kv_dtype=kv_cache_dtype)
-        self._store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
+        with plainly():
+            self._store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
         super().__init__(layout, num_blocks, self._store.cache.kv.device)
         self._spec = spec
         try:
-            self._backend: AttentionBackend = make_backend(backend, self._store.cache, spec)
+            with plainly():
+                self._backend: AttentionBackend = make_backend(backend, self._store.cache, spec)
+                self._reader = BlockReader(self._store.cache, spec)
         except ValueError as error:
             raise ConfigError(str(error).replace("attention_backend=", "backend=")) from None
-        self._reader = BlockReader(self._store.cache, spec)
         self._turn = threading.Lock()  # round a whole step of one layer
         self._written = 0  # layers of the open step that are written
         self._rows = Rows(())  # of the open step, when `forward` opened it
@@ -199,15 +201,16 @@ class PagedAttention(PagedRequests):
 
         What `forward` does, for engines whose keys and queries come at different moments.
         """
-        counts = [(r, int(n)) for r, n in zip(request_ids, query_lens, strict=True)]
-        with self._lock:
+        counts = pairs_of(request_ids, query_lens)
+        with self._lock, plainly():
             copies = self._memory.begin(counts)
             batch = attention_batch(self._memory.step, self._layout, self._device)
             self._written = 0
         try:
-            if copies:
-                self._backend.copy_blocks(copies)
-            self._backend.plan(batch)
+            with plainly():
+                if copies:
+                    self._backend.copy_blocks(copies)
+                self._backend.plan(batch)
         except BaseException:
             self.abort()
             raise
@@ -216,7 +219,8 @@ class PagedAttention(PagedRequests):
         """Store key, value [T, num_kv_heads, head_dim] of the open step's tokens. Layers come in turn."""
         with self._lock:
             self._check_turn(layer, self._written, "written")
-        self._backend.write(layer, key, value)
+        with plainly():
+            self._backend.write(layer, key, value)
         with self._lock:
             self._written = layer + 1
 
@@ -225,7 +229,8 @@ class PagedAttention(PagedRequests):
         with self._lock:
             if not self._memory.step or not 0 <= layer < self._written:
                 raise RequestError(f"attend(layer={layer}): {self._where()}; write(layer) comes first")
-        return self._backend.attend(layer, query)
+        with plainly():
+            return self._backend.attend(layer, query)
 
     def end(self, *, keep_windows: bool = False) -> None:
         """All layers are written: the step's tokens are part of their contexts now.

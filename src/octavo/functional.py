@@ -28,7 +28,7 @@ from octavo.core.kv_layout import build_layout
 from octavo.errors import RequestError
 from octavo.kernels import reference
 from octavo.kernels.interface import AttentionBatch, KVCache, make_backend
-from octavo.paged.rows import rows_of
+from octavo.paged.rows import check_no_gradient, rows_of
 from octavo.paged.spec import attention_spec
 
 LAYOUTS = ("tokens", "engine")
@@ -83,6 +83,7 @@ def paged_attention(
         Shapes, block ids or lengths that do not fit together.
     """
     _check_pool(kv_blocks, block_size, layout)
+    check_no_gradient("query", query)
     contexts = [int(n) for n in context_lens]
     rows = rows_of(query, len(contexts), query_lens, ())
     if min((c - n for c, n in zip(contexts, rows.counts, strict=True)), default=0) < 0:

@@ -240,6 +240,8 @@ def test_a_refused_call_changes_nothing() -> None:
         (RequestError, "query of shape", lambda: attn.forward(query[:, :1], key, value, request_ids=[1])),
         (RequestError, "query_lens=\\[2\\] come to 2",
          lambda: attn.forward(query, key, value, request_ids=[1], query_lens=[2])),
+        (RequestError, "one number per request", lambda: attn.begin([1], [1, 2])),
+        (RequestError, "one number per request", lambda: attn.blocks_needed([1, 2], [1])),
         (RequestError, "float type", lambda: attn.forward(query, key.int(), value, request_ids=[1])),
         (RequestError, "give either request_ids", lambda: attn.forward(query, key, value)),
         (RequestError, "request 9 is unknown", lambda: attn.forward(query, key, value, request_ids=[9])),
@@ -286,6 +288,24 @@ def test_a_step_that_fails_in_its_kernels_is_forgotten(monkeypatch: pytest.Monke
 def test_numbers_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         attention(**wrong)
+
+
+def test_modes_of_torch_do_not_matter_and_gradients_are_refused() -> None:
+    with torch.inference_mode():
+        attn = attention(backend="reference")
+        attn.allocate(1, 0)
+        attn.forward(*tokens(3, 1), request_ids=[1])
+    seen = Contexts(attn)
+    _, seen.keys[1], seen.values[1] = tokens(3, 1)
+    seen.seed = 1
+    seen.step({1: 2})
+    with torch.inference_mode():
+        seen.step({1: 1})
+    query, key, value = tokens(1, 9)
+    with pytest.raises(RequestError, match="query requires a gradient, and paged attention has none"):
+        attn.forward(query.requires_grad_(), key, value, request_ids=[1])
+    with torch.no_grad():
+        attn.forward(query, key, value, request_ids=[1])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])

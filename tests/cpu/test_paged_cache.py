@@ -300,6 +300,28 @@ def test_a_full_pool_says_what_is_needed_and_the_cache_goes_on(llama: Any) -> No
     assert torch.equal(generate(llama, prompt(1, 20), cache, ATTENTION, do_sample=False, max_new_tokens=3), plain)
 
 
+def test_a_batch_that_never_fitted_leaves_an_empty_cache(llama: Any) -> None:
+    cache = paged(llama, max_tokens=None, num_blocks=6)
+    with pytest.raises(CapacityError, match="a step of 2 requests and 40 tokens: 10 blocks are needed"):
+        generate(llama, prompt(2, 20), cache, ATTENTION)
+    assert cache.rows == [] and cache.stats().used == 0
+    generate(llama, prompt(1, 10), cache, ATTENTION)
+
+
+def test_a_mask_cannot_change_its_mind_in_place(llama: Any) -> None:
+    ids, cache = prompt(1, 6), paged(llama)
+    llama.set_attn_implementation(ATTENTION)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        llama(ids, attention_mask=mask, past_key_values=cache)
+        for wrong in (torch.ones(1, 7), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])):
+            with pytest.raises(RequestError, match="in the 6 columns that are cached"):
+                llama(ids[:, :1], attention_mask=wrong, past_key_values=cache)
+        llama(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), past_key_values=cache)
+    llama.set_attn_implementation("eager")
+    assert cache.stats().written_tokens == 5
+
+
 def test_a_pass_that_failed_on_its_way_can_be_forgotten(llama: Any) -> None:
     cache = paged(llama)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from octavo.core.kv_layout import KVLayout
 from octavo.core.request_tables import PagedRequest, RequestId, RequestTables
 from octavo.errors import RequestError
 from octavo.paged.batch import slots_of, table_rows
+from octavo.paged.rows import pairs_of
 from octavo.paged.view import PagedView, paged_view
 
 BlockIds = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -159,7 +160,7 @@ class PagedRequests:
         """Blocks that a step of these requests would take (None: one token each), copies before a write included."""
         counts = [1] * len(request_ids) if query_lens is None else list(query_lens)
         with self._lock:
-            return self._memory.blocks_needed(self._memory.rows(list(zip(request_ids, counts, strict=True))))
+            return self._memory.blocks_needed(self._memory.rows(pairs_of(request_ids, counts)))
 
     def block_table(self, request_id: RequestId, layer: int = 0) -> list[int]:
         """Block ids in logical order; -1: given back behind the sliding window."""

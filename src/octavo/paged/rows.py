@@ -5,11 +5,13 @@ Pure functions of shapes; nothing here knows a request or a block. Inside, every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from octavo.core.request_tables import RequestId
 from octavo.errors import RequestError
 
 
@@ -109,3 +111,24 @@ def check_tokens(
         raise RequestError(f"{name} is on {x.device}, the blocks are on {device}; move one of them")
     if not x.is_floating_point():
         raise RequestError(f"{name} is {x.dtype}: a float type is needed")
+    check_no_gradient(name, x)
+
+
+def check_no_gradient(name: str, x: torch.Tensor) -> None:
+    """Blocks are written in place and shared: nothing could flow back through them."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RequestError(f"{name} requires a gradient, and paged attention has none: call it under torch.no_grad()")
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What the pool keeps must be usable under torch.inference_mode() and outside of it alike."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def pairs_of(request_ids: Sequence[RequestId], query_lens: Sequence[int]) -> list[tuple[RequestId, int]]:
+    """(request, new tokens); `RequestError` unless there is one number for each."""
+    if len(request_ids) != len(query_lens):
+        raise RequestError(f"query_lens={list(query_lens)} for {len(request_ids)} requests: one number per request")
+    return [(request, int(count)) for request, count in zip(request_ids, query_lens, strict=True)]

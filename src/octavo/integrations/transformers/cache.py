@@ -161,7 +161,7 @@ class PagedCache(Cache):
             paged += other is None
         super().__init__(layers=layers)
         self._config, self._state = config, state
-        weakref.finalize(self, state.free)
+        weakref.finalize(self, state.free).atexit = False
 
     # -- looking -------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class PagedPool:
                     f"a layer has {shape[0]} key heads of {shape[1]}, the first had {self._shape[0]} of "
                     f"{self._shape[1]}: PagedCache keeps layers of one shape; use transformers' DynamicCache"
                 )
+            if key.device != self._attention.kv_blocks.device:
+                where = self._attention.kv_blocks.device
+                raise ConfigError(
+                    f"a layer's keys are on {key.device}, the pool is on {where}: PagedCache is for models on one device"
+                )
             if scale is not None and softcap != self.softcap:
                 raise ConfigError(f"a layer has softcap {softcap}, the first had {self.softcap}; use attention 'eager'")
             return self._attention

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention import PagedAttention
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import CapacityError, ConfigError, RequestError
 from octavo.integrations.transformers.pool import PagedPool
 from octavo.integrations.transformers.rows import CacheRows
 
@@ -161,12 +161,8 @@ class PagedState:
             self.rows.open(attention, batch)
         if len(self.rows.ids) != batch:
             raise RequestError(f"the cache holds {len(self.rows.ids)} rows, this pass has {batch}; reset() empties it")
-        taken = key.new_ones(batch, count, dtype=torch.bool)
-        given = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        if mask is not None:
-            taken = mask[:, self.seen : self.seen + count].to(key.device)
-            given = torch.cat([given, taken], 1)
-        self.rows.part(attention, given)
+        taken = self._taken(batch, count, mask, key.device)
+        self.rows.part(attention, torch.cat([key.flatten(1), value.flatten(1), taken], 1))
         requests = self.rows.requests
         of_row = [requests.index(request) for request in self.rows.ids]
         first = [of_row.index(i) for i in range(len(requests))]
@@ -174,9 +170,34 @@ class PagedState:
         counts = mine.sum(1).tolist()
         written = [(r, n) for r, n in zip(requests, counts, strict=True) if n]
         if written:
-            attention.begin([r for r, _ in written], [n for _, n in written])
+            try:
+                attention.begin([r for r, _ in written], [n for _, n in written])
+            except CapacityError:
+                if not self.seen:
+                    self.rows.free()  # another batch may fit
+                raise
         self._note(taken)
         return _Pass(requests, first, of_row, mine, sum(counts) < mine.numel(), bool(written))
+
+    def _taken(self, batch: int, count: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """bool [B, count], which new positions are tokens. Refuses a mask that says something else of earlier ones."""
+        end = self.seen + count
+        if mask is None:
+            mask = torch.ones(batch, end, dtype=torch.bool, device=device)
+        if tuple(mask.shape) != (batch, end):
+            raise RequestError(
+                f"attention_mask of shape {tuple(mask.shape)}: [{batch}, {end}] is needed, cached columns too"
+            )
+        mask = mask.to(device)
+        before = mask[:, : self.seen]
+        known = before.new_ones(()) if self._real is None else self._real
+        if not bool((before == known).all()):
+            raise RequestError(
+                f"attention_mask differs from the one that came before in the {self.seen} columns that are cached: what "
+                f"was hidden is not stored, what was shown cannot be hidden. Give the whole mask each time, or set "
+                f"eager or sdpa, for which blocks are gathered"
+            )
+        return mask[:, self.seen :]
 
     def _note(self, taken: torch.Tensor) -> None:
         """Remember which columns are padding. Undone by `abort`, which cuts back to `seen`."""
