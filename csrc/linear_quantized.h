@@ -55,6 +55,16 @@ OCTAVO_INLINE veci pair_products(veci a, veci b) {
 #endif
 }
 
+// acc + v, in this order: left alone, compilers turn chains of integer sums into trees and run out of registers.
+OCTAVO_INLINE void add_to(veci& acc, veci v) {
+  acc += v;
+#if defined(__AVX512BW__) && defined(OCTAVO_WIDE)
+  __asm__("" : "+v"(acc));
+#elif defined(__AVX2__) && !defined(OCTAVO_WIDE)
+  __asm__("" : "+x"(acc));
+#endif
+}
+
 OCTAVO_INLINE vec float_of(veci v) {
 #if defined(OCTAVO_WIDE) && defined(__AVX512F__)
   return (vec)_mm512_cvtepi32_ps((__m512i)v);
@@ -131,57 +141,53 @@ OCTAVO_INLINE void fetch_unit(const uint8_t* at) {
 template <int Bits, Scales S>
 constexpr bool kShifts = kMiddle<Bits> != 0 && !kHasOffset<S>;
 
-template <int Bits, Scales S, int NP, int P>
-OCTAVO_INLINE void pairs_from(const int16_t* x, const uint8_t* unit, int64_t stride, veci (&acc)[NP * kParts]) {
+template <int Bits, Scales S, int P>
+OCTAVO_INLINE void pairs_from(const int16_t* x, const uint8_t* unit, veci (&acc)[kParts]) {
   const veci a = input_pair(x + 2 * P);
-#pragma GCC unroll 8
-  for (int c = 0; c < NP * kParts; ++c)
-    acc[c] += pair_products(a, pair_codes<Bits, S == Scales::k_signed, P>(unit + c / kParts * stride, c % kParts));
+#pragma GCC unroll 2
+  for (int v = 0; v < kParts; ++v)
+    add_to(acc[v], pair_products(a, pair_codes<Bits, S == Scales::k_signed, P>(unit, v)));
   constexpr int kStop = S == Scales::k_signed ? 7 : 15;  // a scale of k_signed serves half a unit
-  if constexpr (P != 15 && P != kStop) pairs_from<Bits, S, NP, P + 1>(x, unit, stride, acc);
+  if constexpr (P != 15 && P != kStop) pairs_from<Bits, S, P + 1>(x, unit, acc);
 }
 
-template <int Bits, Scales S, int NP>
+// A panel at a time: then memory is read in one go from front to back, and sums of integers take a cycle each, so two
+// chains of them are enough.
+template <int Bits, Scales S>
 OCTAVO_INLINE void one_row(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows& x, int64_t panel) {
-  constexpr int C = NP * kParts;
-  vec total[C];
-  for (int c = 0; c < C; ++c) total[c] = splat_wide(0);
-  const int64_t stride = octavo::panel_bytes(f, a.k), per = f.group / kUnit;
-  const uint8_t* at = (const uint8_t*)a.weight + panel * stride;
+  vec total[kParts];
+  for (int v = 0; v < kParts; ++v) total[v] = splat_wide(0);
+  const int64_t per = f.group / kUnit;
+  const uint8_t* at = (const uint8_t*)a.weight + panel * octavo::panel_bytes(f, a.k);
   for (int64_t first = 0; first < x.units; first += per) {
     const uint8_t* header = at;
     at += octavo::header_bytes(S);
     const int64_t count = least(per, x.units - first);
     for (int64_t sub = 0; sub < count; ++sub, at += octavo::unit_bytes(Bits)) {
       const int64_t u = first + sub;
-      for (int p = 0; p < NP; ++p) fetch_unit<Bits>(at + p * stride + kAhead);
-      veci acc[C];
+      fetch_unit<Bits>(at + 3 * kAhead);
+      veci acc[kParts];
       const veci start = kShifts<Bits, S> ? (veci)splat_wide(0) - x.shifts[u] : (veci)splat_wide(0);
-      for (int c = 0; c < C; ++c) acc[c] = start;
+      for (int v = 0; v < kParts; ++v) acc[v] = start;
       const int16_t* codes = x.codes + u * kUnit;
-      pairs_from<Bits, S, NP, 0>(codes, at, stride, acc);
+      pairs_from<Bits, S, 0>(codes, at, acc);
       const vec step = splat_wide(x.steps[u]), sum = splat_wide(x.sums[u]);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        const uint8_t* h = header + c / kParts * stride;
-        total[c] = fma(factor_at<S>(h, sub, 0, c % kParts), step * float_of(acc[c]), total[c]);
-        if constexpr (kHasOffset<S>) total[c] = fma(splat_wide(0) - offset_at<S>(h, sub, c % kParts), sum, total[c]);
+      for (int v = 0; v < kParts; ++v) {
+        total[v] = fma(factor_at<S>(header, sub, 0, v), step * float_of(acc[v]), total[v]);
+        if constexpr (kHasOffset<S>) total[v] = fma(splat_wide(0) - offset_at<S>(header, sub, v), sum, total[v]);
       }
       if constexpr (S == Scales::k_signed) {
-        for (int c = 0; c < C; ++c) acc[c] = (veci)splat_wide(0);
-        pairs_from<Bits, S, NP, 8>(codes, at, stride, acc);
-        for (int c = 0; c < C; ++c)
-          total[c] = fma(factor_at<S>(header + c / kParts * stride, sub, 1, c % kParts), step * float_of(acc[c]), total[c]);
+        for (int v = 0; v < kParts; ++v) acc[v] = (veci)splat_wide(0);
+        pairs_from<Bits, S, 8>(codes, at, acc);
+        for (int v = 0; v < kParts; ++v)
+          total[v] = fma(factor_at<S>(header, sub, 1, v), step * float_of(acc[v]), total[v]);
       }
     }
   }
-  for (int p = 0; p < NP; ++p) {
-    const int64_t column = (panel + p) * kPanel;
-    const vec* parts = total + kParts * p;
-    f8 low = low_half(parts), high = high_half(parts);
-    if (a.bias) low = low + bias_at(a.bias, column, a.n), high = high + bias_at(a.bias, column + 8, a.n);
-    put(a, 0, column, low, high);
-  }
+  const int64_t column = panel * kPanel;
+  f8 low = low_half(total), high = high_half(total);
+  if (a.bias) low = low + bias_at(a.bias, column, a.n), high = high + bias_at(a.bias, column + 8, a.n);
+  put(a, 0, column, low, high);
 }
 
 // ---- Several rows: a slice of a panel is unpacked once, for all of them ---------------------------------------------------
@@ -244,37 +250,42 @@ OCTAVO_INLINE void integer_tile(const int16_t* x, int64_t width, const int16_t* 
     for (int r = 0; r < MR; ++r) {
       const veci a = input_pair(x + r * width + 2 * p);
 #pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) acc[r][v] += pair_products(a, w[v]);
+      for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
     }
   }
 }
 
+// `x` by value: as a reference it could alias the totals, and every store would mean loading its pointers again.
 template <int MR, Form F>
-void slice_rows_tile(const IntegerRows& x, int64_t row, int64_t first, int64_t count, const Slice& slice, float* totals) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int16_t* codes = x.codes + row * x.width + (first + i) * kUnit;
-    const int16_t* words = slice.words + i * kUnit * kPanel;
-    const int64_t at = row * x.units + first + i;
-    constexpr int kHalves = F == Form::halves ? 2 : 1;
+void slice_rows_tile(const IntegerRows x, int64_t row, int64_t first, int64_t count, const Slice& slice,
+                     float* __restrict totals) {
+  const int64_t width = x.width, units = x.units, start = row * units + first;
+  const int16_t* __restrict codes = x.codes + row * width + first * kUnit;
+  const float *__restrict steps = x.steps + start, *__restrict sums = x.sums + start;
+  const int32_t* __restrict shifts = x.shifts + start;
+  const int16_t* __restrict words = slice.words;
+  const float *__restrict factors = slice.factors, *__restrict offsets = slice.offsets;
+  constexpr int kHalves = F == Form::halves ? 2 : 1;
+  for (int64_t i = 0; i < count; ++i, ++steps, ++sums, ++shifts, offsets += kPanel) {
 #pragma GCC unroll 2
-    for (int h = 0; h < kHalves; ++h) {
+    for (int h = 0; h < kHalves; ++h, factors += kPanel) {
       veci acc[MR][kParts];
 #pragma GCC unroll 12
       for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
         for (int v = 0; v < kParts; ++v)
-          acc[r][v] = F == Form::shifted ? (veci)splat_wide(0) - x.shifts[at + r * x.units] : (veci)splat_wide(0);
-      integer_tile<MR, 16 / kHalves>(codes + h * 16, x.width, words + h * 16 * kPanel, acc);
-#pragma GCC unroll 12
-      for (int r = 0; r < MR; ++r) {
-        const vec step = splat_wide(x.steps[at + r * x.units]);
+          acc[r][v] = F == Form::shifted ? (veci)splat_wide(0) - shifts[r * units] : (veci)splat_wide(0);
+      integer_tile<MR, 16 / kHalves>(codes, width, words, acc);
+      codes += kUnit / kHalves, words += kUnit / kHalves * kPanel;
 #pragma GCC unroll 2
-        for (int v = 0; v < kParts; ++v) {
+      for (int v = 0; v < kParts; ++v) {
+        const vec factor = load_wide(factors + v * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; ++r) {
           float* to = totals + r * kPanel + v * kLanes;
-          vec total = fma(load_wide(slice.factors + (i * kHalves + h) * kPanel + v * kLanes), step * float_of(acc[r][v]),
-                          load_wide(to));
+          vec total = fma(factor, splat_wide(steps[r * units]) * float_of(acc[r][v]), load_wide(to));
           if constexpr (F == Form::offset)
-            total = fma(load_wide(slice.offsets + i * kPanel + v * kLanes), splat_wide(x.sums[at + r * x.units]), total);
+            total = fma(load_wide(offsets + v * kLanes), splat_wide(sums[r * units]), total);
           store_wide(to, total);
         }
       }
@@ -315,8 +326,10 @@ void several_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerRo
   alignas(64) float totals[kRowBlock * kPanel];
   memset(totals, 0, (size_t)rows * kPanel * sizeof(float));
   const uint8_t* at = (const uint8_t*)a.weight + panel * octavo::panel_bytes(f, a.k);
-  for (int64_t first = 0; first < x.units; first += kSliceUnits) {
-    const int64_t count = least(kSliceUnits, x.units - first);
+  // With few rows a unit at a time, so that memory is read while they are multiplied and not in bursts between.
+  const int64_t most = rows <= 2 * kIntegerTile ? 1 : kSliceUnits;
+  for (int64_t first = 0; first < x.units; first += most) {
+    const int64_t count = least(most, x.units - first);
     widen_slice<Bits, S>(at, f, first, count, slice);
     slice_all_rows<kForm<Bits, S>>(x, row, rows, first, count, slice, totals);
   }
@@ -346,7 +359,7 @@ void quantized_typed(const LinearArgs& a, const QuantizedFormat& f, const Intege
     const int64_t row = a.m * (i % blocks) / blocks, rows = a.m * (i % blocks + 1) / blocks - row;
     int64_t p = begin;
     if constexpr (kStraight) {
-      for (; a.m == 1 && p + 2 <= end; p += 2) one_row<Bits, S, 2>(a, f, x, p);
+      for (; a.m == 1 && p < end; ++p) one_row<Bits, S>(a, f, x, p);
     }
     for (; p < end; ++p) several_rows<Bits, S>(a, f, x, row, rows, p);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from helpers.dense_attention import greedy, run_chunks
 from helpers.gguf_export import write_gguf
 from helpers.tiny_models import tiny_config, tiny_oracle, write_tiny
 from octavo import LLM, SamplingParams
+from octavo.bench import weights
+from octavo.cli.main import main
 from octavo.config import make_config
 from octavo.core.weight_format import WeightFormat, parse_weight_format
 from octavo.errors import ConfigError, OctavoError
@@ -121,7 +124,7 @@ def test_quantising_at_load_gives_the_same_model(models: dict[str, Path], family
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_engines_serve_it_and_count_its_bytes(models: dict[str, Path], backend: str) -> None:
-    bytes_of = {}
+    bytes_of: dict[str | None, int] = {}
     for text in (None, "auto", "int8", "int4"):
         llm = LLM(
             str(models["gemma3"]),
@@ -136,12 +139,12 @@ def test_engines_serve_it_and_count_its_bytes(models: dict[str, Path], backend: 
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         alone = [llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
         assert together == alone
-        bytes_of[text] = llm._engine.hardware["weight_bytes"]
+        assert llm._engine is not None
+        bytes_of[text] = int(llm._engine.hardware["weight_bytes"])  # type: ignore[call-overload]
     assert bytes_of[None] == bytes_of["auto"]
     floats = bytes_of[None]
-    assert isinstance(floats, int)
-    assert 0.23 * floats < bytes_of["int8"] < 0.36 * floats  # type: ignore[operator]
-    assert bytes_of["int4"] < bytes_of["int8"]  # type: ignore[operator]
+    assert 0.23 * floats < bytes_of["int8"] < 0.36 * floats
+    assert bytes_of["int4"] < bytes_of["int8"]
 
 
 @native_only
@@ -158,6 +161,21 @@ def test_a_gguf_file_keeps_its_own_blocks(tmp_path: Path, kind: str) -> None:
     # Quantised anew, from what the blocks stand for.
     other = load(path, cpu.make_ops(torch.float32, WeightFormat("int8")))
     assert float((run_chunks(other, IDS, 40) - expected).norm() / expected.norm()) < 0.3
+
+
+@native_only
+def test_the_benchmark_of_products_counts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PROBE_BYTES", 1 << 16)
+    shape = ["--inputs", "64", "--outputs", "48", "--rows", "1", "--rows", "3", "--seconds", "0.001"]
+    assert main(["bench", "weights", "--format", "int8", *shape, "--json", str(tmp_path / "o.json")]) == 0
+    (lines,) = json.loads((tmp_path / "o.json").read_text())["tables"].values()
+    assert [(r["rows"], r["format"]) for r in lines] == [(1, "bfloat16"), (1, "int8"), (3, "bfloat16"), (3, "int8")]
+    for line in lines:
+        assert line["mib"] == (48 * 64 * 2 if line["format"] == "bfloat16" else 48 * (64 + 4)) / (1 << 20)
+        assert line["gflops"] == pytest.approx(2 * line["rows"] * 64 * 48 / line["ms"] / 1e6)
+        assert line["gbs"] == pytest.approx(line["mib"] * (1 << 20) / line["ms"] / 1e6)
+    for wrong in (["--inputs", "64"], ["--rows", "0"]):
+        assert main(["bench", "weights", *wrong]) == 2
 
 
 def test_impossible_combinations_are_refused_with_the_reason(models: dict[str, Path]) -> None:

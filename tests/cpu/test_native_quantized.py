@@ -73,7 +73,7 @@ def test_products_rows_and_the_largest(isa: str, kind: str, zeros: bool, halves:
         values = weight.dequantize()
         bias = torch.linspace(-3, 3, n)
         linear = cpu.NativeOps().quantized_linear([weight], bias)
-        assert isinstance(linear, cpu.ops.NativeLinear)  # type: ignore[attr-defined]
+        assert isinstance(linear, cpu.ops.NativeLinear)
         x = inputs(m, k, m)
         close(linear(x), x, values, bias)
         assert torch.equal(linear.rows(torch.arange(n)), values)
@@ -112,7 +112,9 @@ def test_blocks_of_a_file_keep_their_numbers_and_their_size(isa: str, kind: str)
 
 def test_parts_of_different_types_keep_them_side_by_side(isa: str) -> None:
     ops = cpu.NativeOps(torch.float32, WeightFormat("gguf"))
-    queue, parts, values = ops.load_queue(), [], []
+    queue = ops.load_queue()
+    parts: list[StoredRows | torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for kind in ("Q4_K", "Q4_K", "Q6_K", "F16"):
         raw = stored_bytes(kind, (24, 256), len(parts))
         area = mmap.mmap(-1, len(raw))
