@@ -20,6 +20,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.kernels import cpu
 from octavo.kernels.ops import Ops, TorchOps
+from octavo.models.config_reader import FAMILIES as KINDS
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
 from octavo.models.load import LoadedModel, load_model
@@ -133,3 +134,13 @@ def test_dummy_weights_of_every_family_vary() -> None:
         text: list[Any] = [greedy(decoder, random_ids(8, seed), 8) for seed in range(3)]
         assert len({tuple(t) for t in text}) > 1, family
         assert torch.isfinite(run_chunks(decoder, random_ids(8, 1), 8)).all(), family
+
+
+def test_the_page_lists_every_family_and_every_row() -> None:
+    """docs/models.md: a family that is added is written down, and the parity table is written anew."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- parity: begin -->")[2].partition("<!-- parity: end -->")[0]
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
+    assert [family for family in FAMILIES if f"| {family} |" not in table] == []
+    for line in table.splitlines()[3 : 3 + len(FAMILIES)]:
+        assert line.rstrip(" |").endswith("6 of 6"), line
