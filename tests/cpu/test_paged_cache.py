@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -361,6 +363,12 @@ def test_the_benchmark_counts_bytes_and_compares_tokens(tmp_path: Path) -> None:
     assert samples["dynamic"] == 3 * one["dynamic"] and samples["paged"] < 1.5 * one["paged"]
     assert beams["paged"] < 0.7 * beams["dynamic"]
     assert mixed["paged"] < 0.7 * mixed["dynamic"] and mixed["gathered"] == mixed["dynamic"]
+
+
+def test_without_the_library_one_sentence_says_what_is_missing() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import octavo.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "needs the transformers library: pip install 'transformers>=5.0'" in done.stderr
 
 
 def test_the_view_shows_the_shared_prompt(llama: Any) -> None:

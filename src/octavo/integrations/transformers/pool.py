@@ -88,7 +88,7 @@ class PagedPool:
             if key.device != self._attention.kv_blocks.device:
                 where = self._attention.kv_blocks.device
                 raise ConfigError(
-                    f"a layer's keys are on {key.device}, the pool is on {where}: PagedCache is for models on one device"
+                    f"a layer's keys are on {key.device}, the pool is on {where}: PagedCache needs one device"
                 )
             if scale is not None and softcap != self.softcap:
                 raise ConfigError(f"a layer has softcap {softcap}, the first had {self.softcap}; use attention 'eager'")

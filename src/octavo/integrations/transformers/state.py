@@ -193,9 +193,9 @@ class PagedState:
         known = before.new_ones(()) if self._real is None else self._real
         if not bool((before == known).all()):
             raise RequestError(
-                f"attention_mask differs from the one that came before in the {self.seen} columns that are cached: what "
-                f"was hidden is not stored, what was shown cannot be hidden. Give the whole mask each time, or set "
-                f"eager or sdpa, for which blocks are gathered"
+                f"attention_mask differs from the one that came before in the {self.seen} columns that are cached: "
+                f"what was hidden is not stored, what was shown cannot be hidden. Give the whole mask each "
+                f"time, or set eager or sdpa, for which blocks are gathered"
             )
         return mask[:, self.seen :]
 
