@@ -15,9 +15,11 @@ from octavo.config import Choice, EngineConfig, Resolved
 from octavo.core.kv_layout import KVLayout
 from octavo.core.kv_sharing import SharedPool, share_pool
 from octavo.core.settings import SpeculationSettings
+from octavo.core.weight_format import check_weight_format
 from octavo.errors import ConfigError
+from octavo.kernels import cpu
 from octavo.kernels.interface import KVCache, make_backend
-from octavo.kernels.ops import Ops
+from octavo.kernels.ops import Ops, TorchOps
 from octavo.models.load import LoadedModel, load_model
 from octavo.runner.draft import Draft
 from octavo.runner.kv_store import KVStore
@@ -59,6 +61,10 @@ def load_draft(
             "other places for other shapes); use kv_cache_dtype='auto', or method ngram"
         )
     own = replace(config, model=asked["model"], tokenizer=None, skip_tokenizer_init=True, speculative=None)
+    if "quantization" in asked:
+        form = check_weight_format(asked["quantization"], device.partition(":")[0])
+        own = replace(own, quantization=asked["quantization"])
+        ops = TorchOps(form) if ops.name == "torch" or device != "cpu" else cpu.make_ops(dtype, form)
     model = load_model(own, dtype=dtype, device=device, ops=ops, on_progress=on_progress)
     if model.spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(

@@ -197,3 +197,71 @@ def test_text_and_json_say_the_same() -> None:
     assert all(f"  {k}={v}" in text for k, v in facts["recommended"].items())
     assert facts["best_change"]["setting"] in text
     assert sum(facts["memory"][k] for k in ("weights", "activations", "runtime", "kv")) == facts["memory"]["planned"]
+
+
+# Fewer bits
+
+
+def short_of_memory(**given: Any) -> Ask:
+    sizes = {kind: LLAMA.weight_bytes("bfloat16", kind) for kind in ("int8", "int4")}
+    return ask(memory=24 * GIB, max_num_seqs=512, quantized_bytes=sizes, **given)
+
+
+def test_fewer_bits_are_proposed_where_memory_is_short() -> None:
+    asked = short_of_memory()
+    plan = make_plan(asked)
+    fits = {(s.quantization, s.kv_cache_dtype): s.fits for s in plan.smaller}
+    assert list(fits.values()) == sorted(fits.values()) and min(fits.values()) > plan.now
+    assert set(fits) == {(q, kv) for q in (None, "int8", "int4") for kv in ("auto", "int8", "int4")} - {(None, "auto")}
+    # Half a key and value, and a scale each, make room for nearly twice the sequences in the same pool.
+    assert fits[None, "int8"] / plan.row.fits == pytest.approx(2, rel=0.05)
+    # What it says of both together is what a plan with both says of itself.
+    both = replace(asked, kv_cache_dtype="int8", quantization="int4", weight_bytes=asked.quantized_bytes["int4"])
+    assert make_plan(both).row.fits == fits["int4", "int8"]
+    text = "\n".join(plan_lines(plan, "llama-2-7b", "a load"))
+    line = next(line for line in text.splitlines() if "quantization=int4, kv_cache_dtype=int8" in line)
+    assert "with fewer bits" in text and line.split()[2] == str(fits["int4", "int8"])
+    assert {s["fits"] for s in plan_as_json(plan, "llama-2-7b")["smaller"]} == set(fits.values())
+
+
+def test_nothing_is_proposed_where_seats_are_what_is_short() -> None:
+    assert make_plan(replace(short_of_memory(), memory=80 * GIB, max_num_seqs=8)).smaller == ()
+
+
+def test_a_format_that_is_asked_for_is_kept() -> None:
+    asked = replace(short_of_memory(quantization="int8", kv_cache_dtype="int8"), quantized_bytes={}, memory=10 * GIB)
+    plan = make_plan(replace(asked, weight_bytes=LLAMA.weight_bytes("bfloat16", "int8")))
+    assert plan.smaller == ()
+    command = next(line for line in plan_lines(plan, "m/x", "a load") if "octavo serve" in line)
+    assert "--kv-cache-dtype int8 --quantization int8" in command
+
+
+def test_too_little_memory_names_what_would_be_enough() -> None:
+    with pytest.raises(
+        ConfigError, match=r"or 7\.\d+ GiB with quantization='int8' and 5\.\d+ GiB with .*int4"
+    ) as caught:
+        make_plan(replace(short_of_memory(), memory=10 * GIB))
+    enough = float(str(caught.value).rpartition("' and ")[2].split(" GiB")[0])
+    asked = short_of_memory(quantization="int4")
+    make_plan(replace(asked, weight_bytes=asked.quantized_bytes["int4"], memory=int((enough + 0.1) * GIB)))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4", "int4:128"])
+def test_weight_bytes_by_hand(kind: str | None) -> None:
+    shape = ModelShape("s", 3, 256, 512, 4, 2, 64, 1000, 512)
+    linear = {None: lambda r, c: 2 * r * c, "int8": lambda r, c: r * (c + 4), "int4": lambda r, c: r * c // 32 * 19,
+              "int4:128": lambda r, c: r * c // 128 * 67}[kind]  # fmt: skip
+    layer = 2 * linear(256, 256) + 2 * linear(128, 256) + 2 * linear(512, 256) + linear(256, 512)
+    assert shape.weight_bytes("bfloat16", kind) == 3 * layer + 2 * linear(1000, 256)
+    assert shape.weight_bytes("bfloat16", kind, step=True) == 3 * layer + linear(1000, 256)
+
+
+def test_the_command_takes_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-2-7b", "--memory", "12GiB", "--json"]
+    assert main([*words, "--quantization", "int8"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["memory"]["weights"] == LLAMA.weight_bytes("bfloat16", "int8") and facts["quantization"] == "int8"
+    assert main([*words, "--quantization", "int5"]) == 2
+    assert "quantization='int5'" in capsys.readouterr().err
+    assert main([*words, "--quantization", "fp8", "--device", "cpu"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err

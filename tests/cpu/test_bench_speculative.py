@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from helpers.tiny_models import write_tiny
 from octavo.bench.speculative import Load, compare
 from octavo.cli.main import main
 from octavo.config import make_config
+from octavo.core.speculation import Speculator
 from octavo.engine import Engine
-from octavo.errors import InternalError
+from octavo.errors import ConfigError, InternalError
+from octavo.runner.draft import DraftModel
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,34 @@ def test_texts_that_differ_are_an_error(model: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("octavo.bench.speculative._timed", lambda *given: (1.0, next(said)))
     with pytest.raises(InternalError, match="the text with guesses is another than without"):
         compare(engine, Load("broken", ["x"], 0.0, 1.0), tokens=2, repeats=1)
+
+
+def test_a_quantised_copy_as_draft_is_left_out_of_the_runs_without_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft has weights of its own format, computes in each step of the runs with guesses, and in no other."""
+    draft = {"method": "draft", "model": model, "num_speculative_tokens": 3, "quantization": "int8"}
+    engine = Engine.build(
+        make_config(model=model, dtype="float32", num_blocks=400, max_model_len=200, speculative=draft)
+    )
+    assert engine.scheduler.settings.speculation is not None
+    # Without the measured costs, which may say on a busy machine that guessing does not pay.
+    free = replace(engine.scheduler.settings.speculation, row_costs=(), draft_cost=0.0)
+    engine.scheduler.speculator = Speculator(free, engine.scheduler.memory)
+    followed = []
+    follow = DraftModel.follow
+
+    def counted(self: DraftModel, scheduled: Any) -> Any:
+        followed.append(engine.scheduler.speculator is not None)
+        assert self._decoder.weight_bytes < 0.5 * engine.hardware["weight_bytes"]  # type: ignore[attr-defined]
+        return follow(self, scheduled)
+
+    monkeypatch.setattr(DraftModel, "follow", counted)
+    row = compare(engine, Load("short", ["abc abc abc abc"], 0.0, 1.0), tokens=20, repeats=1)
+    assert followed and all(followed)
+    assert row["proposed"] > 0 and row["accepted"] > 0.3
+
+
+def test_a_draft_of_an_unknown_format_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="quantization='int5'"):
+        make_config(model=model, speculative={"method": "draft", "model": model, "quantization": "int5"})

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ examples:
   octavo bench speculative
   octavo bench speculative --speculative ngram:5 --tokens 256 --repeats 5
   octavo bench speculative --speculative draft:PATH:4
+  octavo bench speculative --speculative '{"method": "draft", "model": "gemma-3-270m", "quantization": "int4"}'
+                                          the model's own int4 copy guesses for it
 """
 HELPS, HARMLESS = 1.8, 0.98
 COLUMNS = (
@@ -182,19 +185,15 @@ def _costs(engine: Engine) -> Table:
 
 def compare(engine: Engine, load: Load, tokens: int, repeats: int, tick: Any = lambda text: None) -> dict[str, Any]:
     """Run `load` both ways in turn; the figures of one row of the table. Raises `InternalError` where texts differ."""
-    speculator = engine.scheduler.speculator
     seconds: dict[bool, list[float]] = {False: [], True: []}
     before = engine.stats()
     said: list[list[int]] | None = None
     steps = differ = 0
     for repeat in range(repeats):
         for on in (False, True) if repeat % 2 == 0 else (True, False):
-            engine.scheduler.speculator = speculator if on else None
             begin_steps = engine.scheduler.counters.steps
-            try:
+            with nullcontext() if on else _no_guesses(engine):
                 taken, answers = _timed(engine, load, tokens)
-            finally:
-                engine.scheduler.speculator = speculator
             steps += (engine.scheduler.counters.steps - begin_steps) * on
             seconds[on].append(taken)
             same = said is None or answers == said
@@ -220,6 +219,18 @@ def compare(engine: Engine, load: Load, tokens: int, repeats: int, tick: Any = l
         "seconds_off": seconds[False],
         "seconds_on": seconds[True],
     }
+
+
+@contextmanager
+def _no_guesses(engine: Engine) -> Iterator[None]:
+    """Neither speculator nor draft model take part; both are back afterwards."""
+    scheduler, runner = engine.scheduler, engine.runner
+    speculator, scheduler.speculator = scheduler.speculator, None
+    try:
+        with runner.without_draft():  # type: ignore[attr-defined]
+            yield
+    finally:
+        scheduler.speculator = speculator
 
 
 def _timed(engine: Engine, load: Load, tokens: int) -> tuple[float, list[list[int]]]:

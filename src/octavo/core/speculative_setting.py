@@ -3,7 +3,9 @@
     "ngram"  "ngram:5"                                     what followed the same tokens before, up to 5 at once
     "draft:PATH"  "draft:PATH:4"                           a smaller model with the same vocabulary
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    {"method": "draft", "model": PATH, "num_speculative_tokens": 4}
+    {"method": "draft", "model": PATH, "num_speculative_tokens": 4, "quantization": "int4"}
+
+A draft's own quantization may be left out: it is then that of the engine.
 
 The names are vLLM's. A string that begins with { is JSON.
 """
@@ -14,12 +16,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "draft": {"method": "draft", "model": None, "num_speculative_tokens": 4},
 }
+#: Keys that may be left out.
+OPTIONAL = {"ngram": (), "draft": ("quantization",)}
 MOST_TOKENS = 64
 _SHOW = 'write "ngram", "ngram:5", "draft:PATH:4", or a mapping with method, num_speculative_tokens, …'
 
@@ -35,13 +40,15 @@ def parse_speculative(given: Any) -> dict[str, Any] | None:
     method = {"draft_model": "draft", "prompt_lookup": "ngram"}.get(method, method)
     if method not in DEFAULTS:
         raise ConfigError(f"speculative: method {method!r} is not known; methods are ngram and draft")
-    known = DEFAULTS[method]
+    defaults = DEFAULTS[method]
+    known = (*defaults, *OPTIONAL[method])
     if unknown := sorted(str(name) for name in asked if name not in known):
         raise ConfigError(
             f"speculative: {', '.join(unknown)} {'have' if len(unknown) > 1 else 'has'} no effect with method "
             f"{method!r}; known: {', '.join(known)}"
         )
-    chosen = {**known, **asked, "method": method}
+    chosen = {**defaults, **asked, "method": method}
+    parse_weight_format(chosen.get("quantization"))
     for name, most in (("num_speculative_tokens", MOST_TOKENS), ("prompt_lookup_min", 32), ("prompt_lookup_max", 32)):
         value = chosen.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -10,8 +10,8 @@ with it. A broken plan is an `InternalError` and leaves the runner unusable for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -114,6 +114,15 @@ class ModelRunner:
     def watch_batches(self, watcher: Callable[[Sequence[SequenceRow], Any], None]) -> None:
         """Call watcher(rows, starts) for every batch before it is computed, see `BatchBuilder.on_batch`."""
         self._batches.on_batch = watcher
+
+    @contextmanager
+    def without_draft(self) -> Iterator[None]:
+        """Leave the draft model out of the steps inside: what they would cost without it. For new sequences only."""
+        draft, self._draft = self._draft, None
+        try:
+            yield
+        finally:
+            self._draft = draft
 
     @property
     def num_rows(self) -> int:
