@@ -117,3 +117,23 @@ def test_experts_are_quantised_and_routers_are_not(kind: str) -> None:
     near, far = quantised(x), exact(x)
     assert not torch.equal(near, far)
     assert torch.nn.functional.cosine_similarity(near, far, dim=-1).min() > 0.95
+
+
+def test_a_decoder_says_whether_it_asks_the_device() -> None:
+    """Single experts need their counts on the host, so steps with them cannot be recorded as a graph."""
+    from helpers.tiny_models import tiny_config
+    from octavo.models.config_reader import spec_from_config
+    from octavo.models.decoder import Decoder
+    from octavo.models.dummy_loader import open_dummy
+
+    def decoder(family: str) -> Decoder:
+        spec = spec_from_config(tiny_config(family).to_dict() | {"architectures": None})
+        return Decoder(spec, open_dummy(spec, torch.bfloat16), TorchOps(), torch.bfloat16)
+
+    assert decoder("llama").graph_safe and not decoder("mixtral").graph_safe
+    mixtral = decoder("mixtral")
+    for layer in mixtral._layers:
+        moe = layer.mlp
+        assert isinstance(moe, MixtureOfExperts)
+        moe.experts = StackedExperts(TorchOps(), *weights(dtype=torch.bfloat16)[:2], "silu")
+    assert mixtral.graph_safe

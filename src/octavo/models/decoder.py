@@ -244,10 +244,10 @@ class Decoder:
         return StackedExperts(self._ops, gate_up, down, spec.activation)
 
     @property
-    def asks_device(self) -> bool:
-        """Whether a step waits for a number from the device (which expert has how many tokens)."""
+    def graph_safe(self) -> bool:
+        """Whether a step asks the device for nothing (single experts ask which of them have how many tokens)."""
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MixtureOfExperts)]
-        return any(isinstance(mixture.experts, ExpertList) for mixture in mixtures)
+        return not any(isinstance(mixture.experts, ExpertList) for mixture in mixtures)
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
