@@ -22,7 +22,14 @@ from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.scheduler import Scheduler
 from octavo.core.settings import SchedulerSettings
 from octavo.core.weight_format import check_weight_format
-from octavo.device_setup import make_device_runner, may_record, measured_budget, queues_steps, settle_graphs
+from octavo.device_setup import (
+    make_device_runner,
+    may_record,
+    measured_budget,
+    queues_steps,
+    settle_graphs,
+    weights_must_fit,
+)
 from octavo.devices import Device, find_device
 from octavo.engine import Engine
 from octavo.errors import ConfigError
@@ -68,7 +75,8 @@ def build_engine(
     ops = _ops(config, device, dtype)
     if instrument is not None:
         ops = instrument.ops(ops)
-    model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
+    with weights_must_fit(config, where):
+        model = load_model(config, dtype=dtype, device=device, ops=ops, on_progress=report)
     check_kv_dtype(config.kv_cache_dtype, device, model.spec.head_dim)
     config, chosen = settle_blocks(config, model.spec, dtype, where)
     target_layout = layout = layout_for(config, model.spec, dtype.itemsize)

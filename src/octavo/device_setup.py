@@ -6,7 +6,8 @@ A device that works through a queue of its own gets a `DeviceRunner`; a processo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ import torch
 from octavo.config import Choice, EngineConfig, Resolved
 from octavo.core.kv_layout import KVLayout
 from octavo.devices import Device
+from octavo.errors import ConfigError
 from octavo.kernels import triton
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.load import LoadedModel
@@ -23,7 +25,7 @@ from octavo.runner.device_runner import DeviceRunner
 from octavo.runner.device_sampler import Draw, draw
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.largest_step import StepBytes, largest_step_bytes
-from octavo.runner.memory import Budget, cuda_budget
+from octavo.runner.memory import GIB, Budget, cuda_budget
 from octavo.runner.model_runner import ModelRunner
 
 RECORDABLE = ("triton",)  # attention backends whose work depends on no value of the host
@@ -81,6 +83,21 @@ def _drawing(device: Device, config: EngineConfig) -> Draw:
 
         return sampling.draw
     return draw
+
+
+@contextmanager
+def weights_must_fit(config: EngineConfig, device: Device) -> Iterator[None]:
+    """Inside, weights are loaded. Where the device has no room for them, `ConfigError` with the numbers."""
+    free, total = (device.available_bytes(), device.total_bytes()) if device.kind != "cpu" else (0, 0)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = device.held_bytes()
+        raise ConfigError(
+            f"the weights of {config.model} do not fit {device.name}: {free / GIB:.2f} of {total / GIB:.2f} GiB were "
+            f"free, {held / GIB:.2f} GiB of them were taken when there was no more. Free the device, use another one, "
+            "or load smaller weights (dtype='bfloat16', quantization='int8' or 'int4')"
+        ) from error
 
 
 def measured_budget(

@@ -17,11 +17,11 @@ from helpers.fuzzing import make_case, plain_engine, run_case
 from helpers.oracle import Model, random_ids, tiny
 from helpers.paged import fresh_seed
 from helpers.queue_device import QueueDevice, standing_in
-from octavo import LLM, PoolingParams, SamplingParams
+from octavo import LLM, PoolingParams, SamplingParams, builder
 from octavo.builder import layout_for
 from octavo.config import EngineConfig, Facts, resolve
 from octavo.core.step import SequenceStart, StepPlan
-from octavo.device_setup import measured_budget
+from octavo.device_setup import measured_budget, weights_must_fit
 from octavo.devices import CpuDevice, CudaDevice, device_of, find_device
 from octavo.errors import ConfigError, InternalError
 from octavo.kernels.ops import TorchOps
@@ -371,6 +371,20 @@ def test_the_pool_is_what_the_card_leaves(model: Model, monkeypatch: pytest.Monk
     recorded, why = build(6 * gib, 0.5)
     assert recorded == eager - 40 * mib - 4 * ALLOWANCE and "0.07 GiB for graphs" in why  # sizes 1, 2, 4, 8
     assert build(3 * gib, 0.5)[0] == 0, "others hold more than the share"
+
+
+def test_weights_that_do_not_fit_are_told_in_numbers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(builder, "load_model", full)
+    device = QueueDevice(total=8 << 30, free=3 << 30)
+    monkeypatch.setattr(device, "kind", "cuda", raising=False)
+    expected = r"do not fit .*: 3\.00 of 8\.00 GiB were free.* quantization='int8'"
+    with pytest.raises(ConfigError, match=expected), weights_must_fit(EngineConfig(), device):
+        full()
+    with standing_in(device), pytest.raises(ConfigError, match=expected):
+        model.engine(num_blocks=8)
 
 
 def test_a_card_that_is_too_small_says_what_would_fit() -> None:

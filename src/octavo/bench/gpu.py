@@ -224,12 +224,9 @@ def _kernels(session: Session) -> list[Table]:
     """Times of the kernels themselves, on a GPU."""
     if session.small:
         return []
-    from importlib import import_module, util
+    from octavo.bench import gpu_kernels
 
-    if util.find_spec("octavo.bench.gpu_kernels") is None:
-        return []
-    tables: list[Table] = import_module("octavo.bench.gpu_kernels").tables(session.once)
-    return tables
+    return gpu_kernels.tables(session.once, str(session.device.torch))
 
 
 def _notes(report: Report, session: Session, earlier: int) -> None:
