@@ -227,14 +227,14 @@ class Decoder:
         return PlainMLP(ops, self._fuse(weights, prefix, ("up",), spec.mlp_bias), down, spec.activation)
 
     def _build_experts(self, weights: Mapping[str, torch.Tensor], prefix: str) -> Experts:
-        """On a CPU a product for each expert; elsewhere one grouped product, if weights and library allow it."""
+        """A product for each expert; on a GPU one grouped product, if weights and library allow it."""
         spec, experts = self.spec, self.spec.experts
         assert experts is not None
         inner, names = experts.intermediate_size, [f"{prefix}experts.{e}." for e in range(experts.count)]
         find = getattr(weights, "quantized", None)
         packed = getattr(self._ops, "quantization", None) or (find is not None and find(f"{names[0]}up.weight"))
         fits = StackedExperts.fits(self.dtype, spec.hidden_size, inner) and spec.gated_mlp and not spec.mlp_bias
-        if self.device.type == "cpu" or packed or not fits:
+        if not StackedExperts.helps(self.device) or packed or not fits:
             return ExpertList([self._mlp(weights, name) for name in names])
         gate_up = torch.empty(experts.count, 2 * inner, spec.hidden_size, dtype=self.dtype, device=self.device)
         down = torch.empty(experts.count, spec.hidden_size, inner, dtype=self.dtype, device=self.device)

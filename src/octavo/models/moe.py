@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.nn import functional as F
 
 from octavo.kernels.ops import Linear, Ops
 from octavo.models.layer import MLP
@@ -51,14 +52,19 @@ class StackedExperts:
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         offsets = ends.to(torch.int32)
-        inner = torch._grouped_mm(x, self._gate_up.transpose(1, 2), offs=offsets)
+        inner = F.grouped_mm(x, self._gate_up.transpose(1, 2), offs=offsets)
         inner = self._ops.gated_activation(inner, self._activation)
-        return torch._grouped_mm(inner, self._down.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(inner, self._down.transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def helps(device: torch.device) -> bool:
+        """Whether asking this device for counts would stall it, and it has the grouped product."""
+        return device.type == "cuda"
 
     @staticmethod
     def fits(dtype: torch.dtype, *sizes: int) -> bool:
         """Whether the grouped product takes weights with rows of these lengths: of 16 bytes each, in 16 bits."""
-        return hasattr(torch, "_grouped_mm") and dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+        return hasattr(F, "grouped_mm") and dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
 class MixtureOfExperts:
