@@ -128,6 +128,25 @@ def test_supported_says_nothing_and_otherwise_why() -> None:
     assert reason is not None and "model_type='mamba'" in reason and "model_impl='transformers'" in reason
 
 
+@pytest.mark.parametrize(
+    ("config", "changed"),
+    [
+        ({"model_type": "llama", "is_llama_config": True, "rope_interleaved": False,
+          "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}, {"rope_interleaved": True}),
+        ({"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+         {"full_attn_mod": 2}),
+        ({"model_type": "stablelm", "rotary_scaling_factor": 1.0}, {"rotary_scaling_factor": 2.0}),
+        ({"model_type": "falcon", "apply_residual_connection_post_layernorm": False},
+         {"apply_residual_connection_post_layernorm": True}),
+    ],
+)  # fmt: skip
+def test_keys_that_makers_write_beside_the_librarys(config: dict[str, Any], changed: dict[str, Any]) -> None:
+    """With the value that changes nothing they are read over, with another one refused."""
+    assert is_supported(config) is None
+    reason = is_supported({**config, **changed})
+    assert reason is not None and next(iter(changed)) in reason
+
+
 def test_layers_with_and_without_experts() -> None:
     """Every second layer, but those that mlp_only_layers names."""
     spec = spec_from_config({"model_type": "qwen3_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2,

@@ -38,6 +38,7 @@ HARMLESS = words("""
     summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout task_specific_params reorder_and_upcast_attn n_ctx
     output_router_logits router_aux_loss_coef router_jitter_noise gradient_checkpointing prefix
+    is_llama_config transformers.js_config
     quantization_config
 """)
 #: Keys with one value that changes nothing; any other value is refused, unless the family reads the key.
@@ -48,6 +49,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "rope_interleaved": (False,),
     "is_decoder": (False, True),
+    "rotary_scaling_factor": (1, 1.0),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1, 1.0),
 }
 #: Class names in `architectures` that load as these families.
 CLASSES = {name: kind for kind, family in FAMILIES.items() for name in family.classes}
