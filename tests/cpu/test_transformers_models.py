@@ -18,6 +18,7 @@ from helpers.dense_attention import run_chunks
 from helpers.oracle import Model, assert_greedy, random_ids
 from helpers.tiny_models import tiny_config, tiny_oracle, write_tokenizer
 from octavo import LLM, ModelError, SamplingParams
+from octavo.cli.main import main
 from octavo.config import EngineConfig
 from octavo.kernels.cpu import make_ops
 from octavo.kernels.ops import TorchOps
@@ -134,6 +135,20 @@ def test_both_implementations_say_the_same(family: str, models: Any) -> None:
         assert own.settings()["model_impl"]["chosen"] == "octavo"
         assert answers(own, PROMPTS) == answers(other, PROMPTS)
         assert own.spec.windows == other.spec.windows
+
+
+def test_info_and_plan_count_as_transformers_does(models: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models("glm4")
+    count = sum(p.numel() for p in model.oracle.parameters())
+    assert main(["info", str(model.path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model_impl"] == "transformers" and facts["num_parameters"] == count
+    assert facts["weight_bytes"]["float32"] == 4 * count and "int8" not in facts["weight_bytes"]
+    assert main(["info", str(model.path)]) == 0
+    assert "transformers (its code around Octavo's paged attention)" in capsys.readouterr().out
+    assert main(["plan", str(model.path), "--memory", "8GiB", "--device", "cpu", "--dtype", "float32"]) == 0
+    assert main(["info", str(model.path), "--quantization", "int8"]) == 2
+    assert "needs Octavo's own decoder" in capsys.readouterr().err
 
 
 def test_bfloat16_runs_wide_over_packed_weights(models: Any) -> None:

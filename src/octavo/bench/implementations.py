@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     own = drive.build(settings, model_impl="octavo")
     engines = {"octavo": own, "transformers": drive.build(settings, model_impl="transformers", lora=None)}
     kinds: list[tuple[str, str, str | None, int]] = [(name, name, None, 1) for name in engines]
-    for adapter in own.adapters:
-        kinds.append((f"octavo, {adapter.name} in every second request", "octavo", adapter.name, 2))
-        kinds.append((f"octavo, {adapter.name} in every request", "octavo", adapter.name, 1))
+    for loaded in own.adapters:
+        kinds.append((f"octavo, {loaded.name} in every second request", "octavo", loaded.name, 2))
+        kinds.append((f"octavo, {loaded.name} in every request", "octavo", loaded.name, 1))
     report = Report("implementations", {**machine_facts(), **engine_facts(own)})
     assert own.spec is not None
     runs: dict[str, list[drive.Run]] = {kind[0]: [] for kind in kinds}

@@ -89,7 +89,8 @@ def quantized_weight_bytes(sizes: StoredSizes, dtype: str, asked: str | None = N
     A quantised checkpoint has its own format, and others only apply to what it leaves as floats.
     """
     size = DTYPE_BYTES[dtype]
-    kinds = [*(["int8", "int4"] if sizes.kind is None else []), *(["gguf"] if sizes.gguf else [])]
+    kinds = ["int8", "int4"] if sizes.kind is None and sizes.quantizable else []
+    kinds += ["gguf"] if sizes.gguf else []
     form = parse_weight_format(asked)
     if form is not None and str(form) not in kinds:
         kinds.append(str(form))

@@ -147,7 +147,7 @@ def read_model_sizes(model: str, dtype: str, quantization: str | None = None, de
     except ModelError as error:
         raise ModelError(f"{error}; known to plan with, without any files: {', '.join(KNOWN)}") from error
     size = dtype_bytes(dtype)
-    if sizes.kind is not None:
+    if sizes.kind is not None or not sizes.quantizable:
         proposed = ()
     found = {kind: sizes.weight_bytes(size, parse_weight_format(kind)) for kind in proposed}
     return ModelSizes(ModelShape.of(sizes.spec, model), sizes.weight_bytes(size, form), found, sizes.kind)

@@ -31,8 +31,17 @@ class StoredSizes:
     kind: str | None
     gguf: bool = False
 
+    @property
+    def quantizable(self) -> bool:
+        """Can the weights be quantised at load? Not those that run through transformers."""
+        return self.spec.extra.get("model_impl") != "transformers"
+
     def weight_bytes(self, itemsize: int, form: WeightFormat | None = None) -> int:
         """In memory, with `itemsize` bytes for a float and `form` for what it applies to. A tied head counts once."""
+        if not self.quantizable:
+            if form is not None:
+                raise ConfigError(f"quantization={str(form)!r} needs Octavo's own decoder, not transformers")
+            return int(self.spec.extra["num_parameters"]) * itemsize
         if form is not None and form.kind == "gguf":
             if not self.gguf:
                 raise ConfigError("quantization='gguf' needs a GGUF file; use int8 or int4")
