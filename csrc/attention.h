@@ -61,18 +61,22 @@ int64_t attend(const AttentionArgs& a) {
   }
 }
 
+// A token's keys and values into its slot. keys(h): the key of a head, where it lies or as it is made.
+template <class T, class IO, class Keys>
+OCTAVO_INLINE void write_token(const WriteArgs& a, int64_t t, Keys keys) {
+  T* base = (T*)a.kv + a.slots[t] / a.block_size * a.block_stride + a.slots[t] % a.block_size * a.head_dim;
+  for (int h = 0; h < a.num_kv_heads; ++h) {
+    T *key = base + h * a.head_stride, *value = key + a.value_offset;
+    const IO *k = keys(h), *v = (const IO*)a.value + t * a.value_stride + (int64_t)h * a.head_dim;
+    for (int j = 0; j < a.head_dim; j += 8) store(key + j, load(k + j)), store(value + j, load(v + j));
+  }
+}
+
 template <class T, class IO>
 void write_typed(const WriteArgs& a) {
 #pragma omp parallel for schedule(static) if (a.threaded)
-  for (int64_t t = 0; t < a.num_tokens; ++t) {
-    T* base = (T*)a.kv + a.slots[t] / a.block_size * a.block_stride + a.slots[t] % a.block_size * a.head_dim;
-    for (int h = 0; h < a.num_kv_heads; ++h) {
-      T *key = base + h * a.head_stride, *value = key + a.value_offset;
-      const IO* k = (const IO*)a.key + t * a.key_stride + (int64_t)h * a.head_dim;
-      const IO* v = (const IO*)a.value + t * a.value_stride + (int64_t)h * a.head_dim;
-      for (int j = 0; j < a.head_dim; j += 8) store(key + j, load(k + j)), store(value + j, load(v + j));
-    }
-  }
+  for (int64_t t = 0; t < a.num_tokens; ++t)
+    write_token<T, IO>(a, t, [&](int h) { return (const IO*)a.key + t * a.key_stride + (int64_t)h * a.head_dim; });
 }
 
 template <class T>
@@ -99,21 +103,24 @@ void encode_row(const QuantizedHalf& h, const float* x, int d, char* slab, int64
     encode_int4(x, d, data, scale, slab + h.multipliers + offset * h.groups);
 }
 
+template <class IO, class Keys>
+OCTAVO_INLINE void write_token_quantized(const WriteArgs& a, int64_t t, Keys keys) {
+  const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+  char* base = (char*)a.kv + block * a.block_stride;
+  float row[kMostQuantizedDim];
+  const QuantizedHalf &key = a.halves[0], &value = a.halves[1];
+  for (int h = 0; h < a.num_kv_heads; ++h) {
+    const IO *k = keys(h), *v = (const IO*)a.value + t * a.value_stride + (int64_t)h * a.head_dim;
+    encode_row(key, as_floats(k, a.head_dim, row), a.head_dim, base + key.first + h * key.slab, offset);
+    encode_row(value, as_floats(v, a.head_dim, row), a.head_dim, base + value.first + h * value.slab, offset);
+  }
+}
+
 template <class IO>
 void write_quantized(const WriteArgs& a) {
 #pragma omp parallel for schedule(static) if (a.threaded)
-  for (int64_t t = 0; t < a.num_tokens; ++t) {
-    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
-    char* base = (char*)a.kv + block * a.block_stride;
-    float row[kMostQuantizedDim];
-    for (int h = 0; h < a.num_kv_heads; ++h) {
-      const IO* k = (const IO*)a.key + t * a.key_stride + (int64_t)h * a.head_dim;
-      const IO* v = (const IO*)a.value + t * a.value_stride + (int64_t)h * a.head_dim;
-      const QuantizedHalf &keys = a.halves[0], &values = a.halves[1];
-      encode_row(keys, as_floats(k, a.head_dim, row), a.head_dim, base + keys.first + h * keys.slab, offset);
-      encode_row(values, as_floats(v, a.head_dim, row), a.head_dim, base + values.first + h * values.slab, offset);
-    }
-  }
+  for (int64_t t = 0; t < a.num_tokens; ++t)
+    write_token_quantized<IO>(a, t, [&](int h) { return (const IO*)a.key + t * a.key_stride + (int64_t)h * a.head_dim; });
 }
 
 void write(const WriteArgs& a) {

@@ -6,12 +6,13 @@
 #include "linear.h"
 #include "linear_quantized.h"
 #include "quantize.h"
+#include "rotary_write.h"
 #include "vocabulary.h"
 
 namespace octavo {
 
 const KernelTable& portable_kernels() {
-  static constexpr KernelTable table = {"portable", pack_rows, load_rows, unpack_rows, linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"portable", pack_rows, load_rows, unpack_rows, linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

@@ -147,9 +147,14 @@ struct AttentionArgs {
   QuantizedHalf halves[2];  // keys, values; strides above are then bytes
 };
 
-// Working memory of one thread of `attend`, rounded up for alignment.
+// Query rows rounded up to those of a matrix tile.
+inline constexpr int64_t whole_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+
+// Working memory of one thread of `attend`, rounded up for alignment. On tiles, the last two summands hold keys, values
+// and queries in bfloat16.
 inline int64_t attention_work_floats(int64_t max_rows, int64_t head_dim) {
-  return max_rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + 16 * 10;
+  const int64_t rows = whole_rows(max_rows);
+  return rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + rows * head_dim / 2 + 16 * 10;
 }
 
 // What quantised attention needs on top of that.
@@ -192,6 +197,14 @@ struct RotaryArgs {
   float eps;
   DType type;
   bool threaded;
+};
+
+// Queries as in `query`; keys are turned alike, with a norm of their own, on their way into the cache.
+inline constexpr int kMostRotaryDim = 1024;
+struct RotaryWriteArgs {
+  RotaryArgs query;
+  const float* key_norm;  // [dim] or null
+  WriteArgs write;        // its key is as the product gave it
 };
 
 enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
@@ -253,6 +266,7 @@ struct KernelTable {
   void (*write)(const WriteArgs&);
   void (*norm)(const NormArgs&);
   void (*rotary)(const RotaryArgs&);
+  void (*rotary_write)(const RotaryWriteArgs&);
   void (*gate)(const GateArgs&);
   void (*argmax)(const ArgmaxArgs&);
   // Per block of kVocabBlock: its largest value (NaN if there is one); the sum of e^((x - highest) / temperature).

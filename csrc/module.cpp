@@ -44,9 +44,6 @@ void use(const std::string& name) {
   throw std::invalid_argument("instruction set " + name + " is not built in or not on this processor");
 }
 
-// About 20 microseconds of work per thread before a second one is woken.
-bool worth_threads(int64_t values) { return values > 32768 && omp_get_max_threads() > 1; }
-
 void norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t sum, uintptr_t out, int64_t rows, int64_t dim,
           uintptr_t weight, float eps, int type) {
   kernels->norm({at<const void>(x), at<const void>(residual), at<void>(sum), at<void>(out), x_stride, rows, dim,

@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <omp.h>
+
 #include <cstdint>
 
 namespace octavo {
@@ -15,6 +17,9 @@ template <class T>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
+
+// About 20 microseconds of work per thread before a second one is woken.
+inline bool worth_threads(int64_t values) { return values > 32768 && omp_get_max_threads() > 1; }
 
 void bind_weights(nanobind::module_& m);    // module_weights.cpp
 void bind_attention(nanobind::module_& m);  // module_attention.cpp

@@ -96,18 +96,19 @@ class Attention {
 
   void write(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride, uintptr_t value,
              int64_t value_stride, int io_type) const {
-    const int64_t limit = shape_.num_blocks * shape_.block_size;
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (at<const int64_t>(slots)[t] < 0 || at<const int64_t>(slots)[t] >= limit)
-        throw std::out_of_range("slot " + std::to_string(at<const int64_t>(slots)[t]) + " of token " +
-                                std::to_string(t) + " lies outside the pool of " + std::to_string(limit) + " slots");
-    }
-    WriteArgs a{layer_base(layer), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
-                shape_.block_size, shape_.head_dim, shape_.num_kv_heads, at<const int64_t>(slots), tokens,
-                at<const void>(key), at<const void>(value), key_stride, value_stride, static_cast<DType>(io_type),
-                false, {args_.halves[0], args_.halves[1]}};
-    a.threaded = omp_get_max_threads() > 1 && tokens * shape_.num_kv_heads * shape_.head_dim > 65536;
-    kernels->write(a);
+    kernels->write(write_args(layer, slots, tokens, key, key_stride, value, value_stride, io_type));
+  }
+
+  // norms: of queries and keys, null without; query_out is contiguous.
+  void rotary_write(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t query, int64_t query_stride, uintptr_t key,
+                    int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t query_out, uintptr_t cos,
+                    uintptr_t sin, uintptr_t query_norm, uintptr_t key_norm, float eps, int io_type) const {
+    const int64_t values = tokens * (args_.num_heads + shape_.num_kv_heads) * shape_.head_dim;
+    const RotaryArgs q{at<const void>(query), at<void>(query_out), query_stride, tokens, args_.num_heads,
+                       shape_.head_dim, at<const float>(cos), at<const float>(sin), at<const float>(query_norm), eps,
+                       static_cast<DType>(io_type), tokens > 1 && worth_threads(values)};
+    kernels->rotary_write({q, at<const float>(key_norm),
+                           write_args(layer, slots, tokens, key, key_stride, value, value_stride, io_type)});
   }
 
   // pairs: source, destination, source, destination, … in order: a later pair may read what an earlier one wrote.
@@ -131,6 +132,21 @@ class Attention {
   }
 
  private:
+  WriteArgs write_args(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride,
+                       uintptr_t value, int64_t value_stride, int io_type) const {
+    const int64_t limit = shape_.num_blocks * shape_.block_size;
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (at<const int64_t>(slots)[t] < 0 || at<const int64_t>(slots)[t] >= limit)
+        throw std::out_of_range("slot " + std::to_string(at<const int64_t>(slots)[t]) + " of token " +
+                                std::to_string(t) + " lies outside the pool of " + std::to_string(limit) + " slots");
+    }
+    WriteArgs a{layer_base(layer), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
+                shape_.block_size, shape_.head_dim, shape_.num_kv_heads, at<const int64_t>(slots), tokens,
+                at<const void>(key), at<const void>(value), key_stride, value_stride, static_cast<DType>(io_type),
+                false, {args_.halves[0], args_.halves[1]}};
+    a.threaded = omp_get_max_threads() > 1 && tokens * shape_.num_kv_heads * shape_.head_dim > 65536;
+    return a;
+  }
   char* layer_base(int64_t layer) const {
     if (layer < 0 || layer >= shape_.layers)
       throw std::out_of_range("layer " + std::to_string(layer) + " of a block with " + std::to_string(shape_.layers));
@@ -184,6 +200,7 @@ void bind_attention(nb::module_& m) {
       .def("plan", &Attention::plan)
       .def("attend", &Attention::attend)
       .def("write", &Attention::write)
+      .def("rotary_write", &Attention::rotary_write)
       .def("copy_blocks", &Attention::copy_blocks)
       .def("split_items", &Attention::split_items)
       .def_prop_ro("tokens", &Attention::tokens);

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-PRODUCTS, ATTENTION, KV_WRITE, SMALL, HEAD = "products", "attention", "KV write", "small operations", "head"
-_BACKEND_SECTIONS = {"attend": ATTENTION, "write": KV_WRITE}
+PRODUCTS, ATTENTION, SMALL, HEAD = "products", "attention", "small operations", "head"
+KV_WRITE = "KV write"  # and rotation, where a backend does both in one pass
+_BACKEND_SECTIONS = {"attend": ATTENTION, "write": KV_WRITE, "rotate_and_write": KV_WRITE}
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import torch
 from octavo.core.kv_format import KVFormat, parse_kv_dtype
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
+from octavo.kernels.cpu.ops import NativeOps
 from octavo.kernels.quantized_kv import quantized_shape
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
 
 MOST_QUANTIZED_DIM = 512  # kMostQuantizedDim of csrc/kernels.h
+MOST_ROTARY_DIM = 1024  # kMostRotaryDim
 
 
 def mismatch(cache: KVCache, spec: ModelSpec) -> str:
@@ -99,6 +101,7 @@ class NativeAttention:
             windows,
             *bits,
         )
+        self._ops = NativeOps()
         self._tables: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
         self._tokens = 0
@@ -147,6 +150,60 @@ class NativeAttention:
             )
         except IndexError as error:
             raise BoundsError(f"layer {layer}: {error}") from None
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """`NativeOps.rotary` and `write` in one pass over the tokens, with their bits; returns the turned query.
+
+        query [T, Hq, d], key and value [T, Hkv, d], any token stride; cos, sin float32 [T, d], less wide where only
+        the first numbers of a head turn, which goes the long way.
+        """
+        dim = self._query_shape[1]
+        if cos.shape[-1] != dim or dim > MOST_ROTARY_DIM or not query.dtype == key.dtype == value.dtype:
+            query, key = self._ops.rotary(query, key, cos, sin, q_norm, k_norm, eps)
+            self.write(layer, key, value)
+            return query
+        group, place, _ = self._places[layer]
+        query = self._tokenwise(query, self._query_shape, "query")
+        key, value = self._tokenwise(key, self._key_shape, "key"), self._tokenwise(value, self._key_shape, "value")
+        rows = [cos, sin] if q_norm is None or k_norm is None else [cos, sin, q_norm, k_norm]
+        rows = [x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous() for x in rows]
+        expected = [(self._tokens, dim), (self._tokens, dim), (dim,), (dim,)]
+        for x, shape in zip(rows, expected, strict=False):
+            if x.shape != shape:
+                raise BoundsError(f"cos, sin or a norm of shape {tuple(x.shape)}: the planned step needs {shape}")
+        out = torch.empty(query.shape, dtype=query.dtype)
+        try:
+            self._native.rotary_write(
+                place,
+                self._slots[group].data_ptr(),
+                self._tokens,
+                query.data_ptr(),
+                query.stride(0),
+                key.data_ptr(),
+                key.stride(0),
+                value.data_ptr(),
+                value.stride(0),
+                out.data_ptr(),
+                rows[0].data_ptr(),
+                rows[1].data_ptr(),
+                *((0, 0) if len(rows) == 2 else (rows[2].data_ptr(), rows[3].data_ptr())),
+                eps,
+                dtype_code(query.dtype),
+            )
+        except IndexError as error:
+            raise BoundsError(f"layer {layer}: {error}") from None
+        return out
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, d] (any token stride) -> contiguous [T, Hq, d] of the same dtype; arithmetic in float32."""

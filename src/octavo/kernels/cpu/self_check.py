@@ -13,6 +13,8 @@ import torch
 
 #: Sums of 64 products of numbers near one, in float32, in two orders.
 TOLERANCE = 1e-4
+#: Attention over bfloat16 on tiles rounds the weights of its softmax to bfloat16.
+TILES_TOLERANCE = 1e-2
 
 
 def differs(module: Any, name: str) -> str:
@@ -26,7 +28,9 @@ def differs(module: Any, name: str) -> str:
         generator.set_state(state)
         found = kind(module, generator)
         for what, expected in right.items():
-            if not torch.allclose(found[what], expected, rtol=TOLERANCE, atol=TOLERANCE):
+            on_tiles = name == "amx" and what.startswith("attention over torch.bfloat16")
+            tolerance = TILES_TOLERANCE if on_tiles else TOLERANCE
+            if not torch.allclose(found[what], expected, rtol=tolerance, atol=tolerance):
                 return what
     return ""
 
