@@ -23,13 +23,8 @@ sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__n
 import pytest
 from octavo.kernels.cpu.loader import native
 assert "/emulated/" in native().__file__, native().__file__
-<<<<<<< HEAD
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/cpu/test_native_attention.py", "tests/cpu/test_native_ops.py",
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/cpu/test_native_attention.py", "tests/cpu/test_native_ops.py", "tests/cpu/test_native_rotary_write.py",
                       "tests/cpu/test_native_sampling.py", "tests/cpu/test_native_loading.py",
                       "tests/cpu/test_native_quantized.py"]))
-=======
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/cpu/test_native_attention.py", "tests/cpu/test_native_ops.py", "tests/cpu/test_native_rotary_write.py",
-                      "tests/cpu/test_native_sampling.py", "tests/cpu/test_native_loading.py"]))
->>>>>>> d346daf (Attention on AMX tiles; norm, rotation and KV write in one pass)
 '
 done
