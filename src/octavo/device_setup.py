@@ -22,7 +22,7 @@ from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.load import LoadedModel
 from octavo.models.spec import ModelSpec
 from octavo.runner.device_runner import DeviceRunner
-from octavo.runner.device_sampler import Draw, draw
+from octavo.runner.device_sampler import Draw, Listing, draw, list_logprobs
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.largest_step import StepBytes, largest_step_bytes
 from octavo.runner.memory import GIB, Budget, cuda_budget
@@ -70,19 +70,20 @@ def make_device_runner(
     device: Device, config: EngineConfig, graphs: GraphStore | None = None, spare_block: int = 0
 ) -> Callable[..., ModelRunner]:
     """As the class `DeviceRunner`, for one device."""
+    drawing, listing = _sampling(device, config)
     return partial(
-        DeviceRunner, device=device, graphs=graphs, spare_block=spare_block, drawing=_drawing(device, config)
+        DeviceRunner, device=device, graphs=graphs, spare_block=spare_block, drawing=drawing, listing=listing
     )
 
 
-def _drawing(device: Device, config: EngineConfig) -> Draw:
+def _sampling(device: Device, config: EngineConfig) -> tuple[Draw, Listing]:
     """Triton's kernels where they run and nobody asked for another backend, else torch operations."""
     wanted = config.attention_backend == "triton" or (config.attention_backend == "auto" and device.kind == "cuda")
     if wanted and not triton.why_unusable(device.kind):
         from octavo.kernels.triton import sampling
 
-        return sampling.draw
-    return draw
+        return sampling.draw, sampling.list_logprobs
+    return draw, list_logprobs
 
 
 @contextmanager

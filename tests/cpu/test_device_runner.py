@@ -28,10 +28,10 @@ from octavo.kernels.ops import TorchOps
 from octavo.kernels.reference import ReferenceAttention
 from octavo.models.load import load_model
 from octavo.models.staging import StagedWeights
-from octavo.runner import filters
+from octavo.runner import filters, logprobs
 from octavo.runner.device_inputs import DeviceTables, Staging
 from octavo.runner.device_runner import DeviceRunner
-from octavo.runner.device_sampler import DrawInputs, Mode, draw, why_not
+from octavo.runner.device_sampler import DrawInputs, Mode, draw, list_logprobs, why_not
 from octavo.runner.draws import DrawParameters
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.noise import uniforms
@@ -122,6 +122,46 @@ def test_draws_are_those_of_the_host(mode: Mode) -> None:
     assert tokens.tolist() == expected and (highest.numpy() == rows.max(1)).all()
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 900])
+def test_listed_log_probabilities_are_those_of_the_host(count: int) -> None:
+    rng = np.random.default_rng(fresh_seed())
+    rows = (rng.normal(size=(20, 900)) * 4).astype(np.float32)
+    rows[::2] = rows[::2].round()  # ties
+    rows[::3, rng.integers(0, 900, 100)] = -np.inf
+    tokens = rng.integers(0, 900, 20)
+    ids, values, ranks = list_logprobs(torch.from_numpy(rows), torch.from_numpy(tokens), count)
+    scratch = filters.Scratch(900)
+    for i, (row, token) in enumerate(zip(rows, tokens.tolist())):
+        entry = logprobs.token_logprobs(row, token, count, scratch)
+        assert tuple(ids[i].tolist()) == entry.token_ids and int(ranks[i]) == entry.rank
+        np.testing.assert_allclose(values[i].numpy(), entry.logprobs, atol=2e-6)
+
+
+def test_engines_list_what_was_asked_for(model: Model) -> None:
+    def listed(llm: LLM) -> tuple[list[Any], list[float]]:
+        """(request, place, token, rank) of every entry, and their log-probabilities."""
+        asked = [SamplingParams(temperature=0, max_tokens=9, logprobs=k) for k in (None, 0, 3, 6)]
+        outputs = llm.generate(PROMPTS[:4], asked, use_tqdm=False)
+        assert outputs[0].outputs[0].logprobs is None
+        entries = [
+            (r, place, token, entry)
+            for r, output in enumerate(outputs[1:])
+            for place, found in enumerate(output.outputs[0].logprobs or ())
+            for token, entry in found.items()
+        ]
+        return [(r, place, token, e.rank) for r, place, token, e in entries], [e.logprob for *_, e in entries]
+
+    with model.engine() as plain:
+        expected, values = listed(plain)
+    llm, runner, _ = queued(model)
+    with llm:
+        for _ in range(2):
+            found, own = listed(llm)
+            assert found == expected
+            np.testing.assert_allclose(own, values, atol=1e-5)
+        assert not runner.host_steps and runner.graphs.counters.replayed > 0
+
+
 def test_a_row_without_a_usable_maximum_shows_it() -> None:
     rows = torch.zeros(3, 600)
     rows[0, 5], rows[1, 7] = float("nan"), float("inf")
@@ -142,7 +182,7 @@ def test_a_row_without_a_usable_maximum_shows_it() -> None:
         ({"presence_penalty": 0.1}, "penalties"),
         ({"logit_bias": {3: 1.0}}, "bans or bias"),
         ({"allowed_token_ids": [1, 2]}, "bans or bias"),
-        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 2}, None),
         ({"min_tokens": 2}, "min_tokens"),
     ],
 )
@@ -459,7 +499,7 @@ def test_stale_inputs_would_be_noticed(model: Model) -> None:
     """The stand-in's own proof: a graph that kept old inputs would give other text."""
     llm, runner, _ = queued(model)
     send = runner._staging.send
-    runner._staging.send = lambda arrays: [t.clone() for t in send(arrays)]  # type: ignore[method-assign]
+    runner._staging.send = lambda arrays: [t.clone() for t in send(arrays)]
     with llm:
         stale = answers(llm)
     with model.engine() as plain:

@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult
+from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult, TokenLogprobs
 from octavo.devices import Device, Event, device_of
 from octavo.errors import InternalError
 from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache
 from octavo.runner.batch import HostBatch, StepBatch
 from octavo.runner.device_inputs import DeviceTables, Staging, packed_bytes
-from octavo.runner.device_sampler import Draw, DrawInputs, Mode, draw, why_not
+from octavo.runner.device_sampler import Draw, DrawInputs, Listing, Mode, draw, list_logprobs, why_not
 from octavo.runner.draws import DrawParameters, Draws
 from octavo.runner.graphs import GraphStore
 from octavo.runner.kv_store import KVStore
@@ -49,7 +49,7 @@ class _Flight:
     rows: Sequence[SequenceRow] = ()
     errors: Sequence[str | None] = ()
     positions: Sequence[int] = ()
-    drawn: torch.Tensor | None = None  # pinned float64 [2, D]: tokens, largest logits
+    drawn: torch.Tensor | None = None  # pinned float64 [R, D], see `_draw_lines`
     event: Event | None = None
     result: StepResult | None = None
 
@@ -58,7 +58,8 @@ class DeviceRunner(ModelRunner):
     """See the module. Arguments are those of `ModelRunner`.
 
     device: where the pool lies. graphs: recorded steps, None without. spare_block: a block of the pool that the
-    scheduler does not know; rows that only fill up a batch write there. drawing: `draw`, or a faster one.
+    scheduler does not know; rows that only fill up a batch write there. drawing, listing:
+    functions of `device_sampler`, or faster ones.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DeviceRunner(ModelRunner):
         graphs: GraphStore | None = None,
         spare_block: int = 0,
         drawing: Draw = draw,
+        listing: Listing = list_logprobs,
     ) -> None:
         super().__init__(
             decoder,
@@ -90,7 +92,7 @@ class DeviceRunner(ModelRunner):
         layout = self.store.cache.layout
         self.device = device or device_of(self.store.cache.kv.device)
         self.graphs = graphs
-        self._drawing = drawing
+        self._drawing, self._listing = drawing, listing
         self.host_steps: Counter[str] = Counter()  # steps that were drawn for on the host, by reason
         self._batches.late = []
         self._groups = layout.num_groups
@@ -104,7 +106,7 @@ class DeviceRunner(ModelRunner):
         self._results: list[torch.Tensor] = [self.device.pinned(0, torch.float64) for _ in range(RESULTS)]
         self._events = [self.device.event() for _ in range(RESULTS)]
         self._turn = 0
-        self._outputs: dict[int, torch.Tensor] = {}  # per bucket: what its graph leaves
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # per bucket and `listed`: what its graph leaves
         self._generation = 0
         self._on_host: dict[int, str] = {}  # sequences that are drawn for on the host, and why
         self._flights: deque[_Flight] = deque()
@@ -203,7 +205,7 @@ class DeviceRunner(ModelRunner):
     # -- a step, kernel by kernel --------------------------------------------------------------------------------------
 
     def _queue(self, host: HostBatch, slots: npt.NDArray[np.int64], draws: Draws) -> torch.Tensor:
-        """Queue everything; float64 [2, D] on the device."""
+        """Queue everything; float64 [R, D] on the device."""
         with self.profile.section("prepare"):
             sent, batch = self._send(host, slots, draws.arrays())
             self._backend.plan(batch.attention)
@@ -215,9 +217,22 @@ class DeviceRunner(ModelRunner):
         with self.profile.section("head"):
             logits = self._decoder.logits(hidden[logit_rows])[:, : self._vocab_size].float()
         with self.profile.section("sample"):
-            tokens, highest = self._drawing(logits, DrawInputs(*numbers), draws.mode)
-            self._tables.last_tokens.index_copy_(0, draw_slots, tokens)
-            return torch.stack((tokens.double(), highest.double()))
+            return self._draw_lines(logits, draw_slots, DrawInputs(*numbers), draws.mode, draws.listed)
+
+    def _draw_lines(
+        self, logits: torch.Tensor, slots: torch.Tensor, numbers: DrawInputs, mode: Mode, listed: int
+    ) -> torch.Tensor:
+        """Draw, leave the tokens in their slots, and return what the host will want to know, float64 [R, D]:
+
+        tokens, largest logits, and if any draw lists log-probabilities: ranks, 1 + listed ids, 1 + listed values.
+        """
+        tokens, highest = self._drawing(logits, numbers, mode)
+        self._tables.last_tokens.index_copy_(0, slots, tokens)
+        lines = torch.stack((tokens.double(), highest.double()))
+        if listed < 0:
+            return lines
+        ids, values, ranks = self._listing(logits, tokens, min(listed, self._vocab_size))
+        return torch.cat((lines, ranks.double()[None], ids.double().t(), values.double().t()))
 
     def _send(
         self, host: HostBatch, slots: npt.NDArray[np.int64], more: Sequence[npt.NDArray[Any]]
@@ -255,7 +270,7 @@ class DeviceRunner(ModelRunner):
     # -- a step through a graph ----------------------------------------------------------------------------------------
 
     def _replay(self, host: HostBatch, slots: npt.NDArray[np.int64], draws: Draws, bucket: int) -> torch.Tensor:
-        """The same for a step of decoding sequences, padded to `bucket` rows; float64 [2, D] of them."""
+        """The same for a step of decoding sequences, padded to `bucket` rows; float64 [R, D] of them."""
         assert self.graphs is not None
         tables, count = self._tables, len(host.rows)
         with self.profile.section("prepare"):
@@ -276,16 +291,17 @@ class DeviceRunner(ModelRunner):
             *views, where, what = self._staging.send([*fixed, *tables.take_changes(CHANGES)])
             tables.apply(where, what)
         longest = self._context_class(host.max_context)
-        out = self._outputs.get(bucket)
+        mode, listed = draws.mode, draws.listed
+        out = self._outputs.get((bucket, listed))
         if out is None:
-            out = torch.zeros((2, bucket), dtype=torch.float64, device=self.device.torch)
-            self._outputs[bucket] = out
-        mode = draws.mode
+            lines = 2 if listed < 0 else 5 + 2 * min(listed, self._vocab_size)
+            out = torch.zeros((lines, bucket), dtype=torch.float64, device=self.device.torch)
+            self._outputs[bucket, listed] = out
         with self.profile.section("model"):
-            self.graphs.run(bucket, (mode, longest), lambda: self._decode(views, mode, longest, out))
+            self.graphs.run(bucket, (mode, longest, listed), lambda: self._decode(views, mode, longest, listed, out))
         return out[:, :count]
 
-    def _decode(self, views: list[torch.Tensor], mode: Mode, longest: int, out: torch.Tensor) -> None:
+    def _decode(self, views: list[torch.Tensor], mode: Mode, longest: int, listed: int, out: torch.Tensor) -> None:
         """Queue a padded decode step; reads and writes the same memory each time and depends on no host value."""
         token_ids, positions, query_start, context_len, slots, late = views[:6]
         tables, groups = self._tables, self._groups
@@ -301,10 +317,7 @@ class DeviceRunner(ModelRunner):
         self._backend.plan(attention)
         hidden = self._decoder.forward(ids, positions, self._backend)
         logits = self._decoder.logits(hidden)[:, : self._vocab_size].float()
-        tokens, highest = self._drawing(logits, DrawInputs(*views[6 + groups :]), mode)
-        tables.last_tokens.index_copy_(0, slots, tokens)
-        out[0].copy_(tokens)
-        out[1].copy_(highest)
+        out.copy_(self._draw_lines(logits, slots, DrawInputs(*views[6 + groups :]), mode, listed))
 
     def _context_class(self, context: int) -> int:
         """The longest context that a graph for `context` is recorded for; few values, so that there are few graphs."""
@@ -321,9 +334,10 @@ class DeviceRunner(ModelRunner):
         if not count:
             return _Flight(step_id, result=StepResult(step_id))
         turn, self._turn = self._turn, (self._turn + 1) % RESULTS
-        if self._results[turn].numel() < 2 * count:
-            self._results[turn] = self.device.pinned(2 * max(count, self._tables.capacity), torch.float64)
-        target = self._results[turn][: 2 * count].view(2, count)
+        lines = len(drawn)
+        if self._results[turn].numel() < lines * count:
+            self._results[turn] = self.device.pinned(lines * max(count, self._tables.capacity), torch.float64)
+        target = self._results[turn][: lines * count].view(lines, count)
         target.copy_(drawn if drawn.is_contiguous() else drawn.contiguous(), non_blocking=True)
         self._events[turn].record()
         return _Flight(step_id, draws.rows, draws.errors, draws.positions, target, self._events[turn])
@@ -334,7 +348,7 @@ class DeviceRunner(ModelRunner):
             return flight.result
         assert flight.drawn is not None and flight.event is not None
         flight.event.synchronize()
-        tokens, highest = flight.drawn.tolist()
+        tokens, highest, *listed = flight.drawn.tolist()
         drawn: dict[int, Drawn] = {}
         for i, row in enumerate(flight.rows):
             error = flight.errors[i]
@@ -346,7 +360,8 @@ class DeviceRunner(ModelRunner):
                 continue
             token = int(tokens[i])
             row.push(token)
-            drawn[row.seq_id] = Drawn((token,))
+            asked = row.state.logprobs
+            drawn[row.seq_id] = Drawn((token,), () if asked is None else (_entry(listed, i, asked),))
         flight.result = StepResult(flight.step_id, drawn)
         return flight.result
 
@@ -364,6 +379,15 @@ class DeviceRunner(ModelRunner):
             where = torch.tensor([slot for slot, _ in known], device=self.device.torch)
             self._tables.last_tokens[where] = torch.tensor([token for _, token in known], device=self.device.torch)
         return result
+
+
+def _entry(listed: list[list[float]], draw: int, asked: int) -> TokenLogprobs:
+    """What a draw asked for of ranks, ids and values [lines][D], which may hold more."""
+    ranks, *lines = listed
+    held = len(lines) // 2
+    count = min(1 + asked, held)
+    ids = tuple(int(line[draw]) for line in lines[:count])
+    return TokenLogprobs(ids, tuple(line[draw] for line in lines[held : held + count]), int(ranks[draw]))
 
 
 def _padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:

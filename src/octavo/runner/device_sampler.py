@@ -5,8 +5,8 @@ top_k, top_p, min_p. The uniform number of a draw is a function of where its tok
 the host beforehand and travels with the step's inputs; a token is found by inverting the cumulative distribution at it,
 by block and then inside the block, in float64, as on the host. All rows are drawn at once and nothing waits.
 
-What depends on the text so far (penalties, bans, a grammar) or lists log-probabilities is drawn on the host: `why_not`.
-It is plain torch, so it runs, and is tested, on any device.
+What depends on the text so far (penalties, bans, a grammar) is drawn on the host: `why_not`. It is plain torch, so it
+runs, and is tested, on any device.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ class Draw(Protocol):
         ...
 
 
+class Listing(Protocol):
+    """`list_logprobs` of this module, or kernels that do the same."""
+
+    def __call__(
+        self, logits: torch.Tensor, tokens: torch.Tensor, count: int, /
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 def why_not(start: SequenceStart) -> str | None:
     """Why the sequence cannot be drawn for on the device, in a few words; None: it can."""
     params = start.params
@@ -64,8 +72,6 @@ def why_not(start: SequenceStart) -> str | None:
         return "beam search"
     if start.constraint is not None:
         return "grammar"
-    if params.logprobs is not None:
-        return "logprobs"
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
         return "penalties"
     if params.allowed_token_ids is not None or params.logit_bias or start.bad_word_ids:
@@ -90,6 +96,24 @@ def draw(logits: torch.Tensor, inputs: DrawInputs, mode: Mode) -> tuple[torch.Te
             _filter(logits, weights, inputs, slice(first, first + at_once))
     drawn = _invert(weights, inputs.uniform)
     return torch.where(inputs.temperature > 0, drawn, best), highest
+
+
+def list_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Raw log-probabilities of rows float32 [D, V]: (ids int64 [D, 1 + count], values float32 [D, 1 + count], rank
+    [D]). In front the token (int64 [D]), then the `count` likeliest, best first, ties by id. The rank is 1 plus the
+    number of tokens that are strictly likelier."""
+    highest = logits.max(-1, keepdim=True).values
+    total = torch.exp(logits - highest).sum(-1, keepdim=True, dtype=torch.float64)
+    normaliser = highest.double() + total.log()
+    own = logits.gather(1, tokens[:, None])
+    ids = tokens[:, None]
+    if count:
+        ranked = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :count]
+        ids = torch.cat((ids, ranked), dim=1)
+    values = (logits.gather(1, ids).double() - normaliser).float()
+    return ids, values, 1 + (logits > own).sum(-1)
 
 
 def _filter(all_logits: torch.Tensor, all_weights: torch.Tensor, inputs: DrawInputs, part: slice) -> None:

@@ -20,6 +20,8 @@ from octavo.runner.device_sampler import Mode
 from octavo.runner.noise import uniforms
 from octavo.runner.rows import RowStore, SequenceRow
 
+LISTED = (-1, 0, 1, 5, 20)  # so many log-probabilities are listed for every draw of a step, if anybody asks for as many
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -37,6 +39,7 @@ class DrawParameters:
         self.seed = np.zeros(capacity, dtype=np.uint64)
         self.sample_index = np.zeros(capacity, dtype=np.int64)
         self.mode = np.zeros(capacity, dtype=np.int8)
+        self.listed = np.full(capacity, -1, dtype=np.int32)  # log-probabilities asked for; -1: none
 
     def set(self, slot: int, start: SequenceStart, vocab_size: int) -> None:
         """A sequence begins in `slot`."""
@@ -51,6 +54,7 @@ class DrawParameters:
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = top_k, params.top_p, params.min_p
         self.seed[slot] = start.seed & 0xFFFFFFFFFFFFFFFF
         self.sample_index[slot] = start.sample_index
+        self.listed[slot] = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
         filtered = bool(top_k) or params.top_p < 1.0 or params.min_p > 0.0
         self.mode[slot] = Mode.GREEDY if params.greedy else Mode.FILTERED if filtered else Mode.RANDOM
 
@@ -60,7 +64,7 @@ class Draws:
     """Per draw: its sequence's row and slot, the token of the batch whose output it reads, the position it draws.
 
     errors: why a sequence cannot draw although it is part of the step. in_row_order: row b of the batch draws once, for
-    itself, and nobody else draws. mode: the most demanding draw's.
+    itself, and nobody else draws. mode, listed: the most demanding draw's, the latter rounded up to one of a few.
     """
 
     rows: list[SequenceRow]
@@ -70,6 +74,7 @@ class Draws:
     errors: list[str | None]
     in_row_order: bool
     mode: Mode
+    listed: int
     _numbers: tuple[npt.NDArray[Any], ...]
 
     @classmethod
@@ -90,12 +95,14 @@ class Draws:
                 errors.append(row.error)
         slots = np.fromiter((tables.slot(r.seq_id) for r in drawing), np.int64, count=len(drawing))
         mode = Mode(int(params.mode[slots].max())) if len(slots) else Mode.GREEDY
+        most = int(params.listed[slots].max()) if len(slots) else -1
+        listed = next((size for size in LISTED if size >= most), most)
         noise = np.zeros(len(slots))
         if mode is not Mode.GREEDY:
             noise = uniforms(params.seed[slots].tolist(), params.sample_index[slots].tolist(), positions)
         numbers = (params.temperature[slots], params.top_k[slots], params.top_p[slots], params.min_p[slots], noise)
         order = np.array(tokens, dtype=np.int64)
-        return cls(drawing, slots, order, positions, errors, in_row_order, mode, numbers)
+        return cls(drawing, slots, order, positions, errors, in_row_order, mode, listed, numbers)
 
     def __len__(self) -> int:
         return len(self.rows)
