@@ -140,7 +140,7 @@ def test_engines_serve_it_and_count_its_bytes(models: dict[str, Path], backend: 
         alone = [llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
         assert together == alone
         assert llm._engine is not None
-        bytes_of[text] = int(llm._engine.hardware["weight_bytes"])  # type: ignore[call-overload]
+        bytes_of[text] = int(llm._engine.hardware["weight_bytes"])
     assert bytes_of[None] == bytes_of["auto"]
     floats = bytes_of[None]
     assert 0.23 * floats < bytes_of["int8"] < 0.36 * floats
