@@ -25,6 +25,7 @@ from octavo.devices import Device
 from octavo.errors import InternalError
 
 ALIGNMENT = 16  # bytes: what any kernel may want of a pointer
+CHANGES = 1 << 15  # table entries that travel with one step's inputs; more go ahead in copies of their own
 BUFFERS = 3  # host buffers that take turns: one being written, up to two being copied
 
 Array = npt.NDArray[Any]
@@ -33,6 +34,20 @@ Array = npt.NDArray[Any]
 def packed_bytes(arrays: Sequence[tuple[int, int]]) -> int:
     """Bytes that arrays of (count, item size) take together."""
     return sum(_aligned(count * size) for count, size in arrays)
+
+
+def input_bytes(max_tokens: int, max_rows: int, groups: int) -> int:
+    """The most that the inputs of a step can take; a graph may pad rows to the next bucket."""
+    tokens = [(max_tokens + max_rows, 8)] * (2 + groups)
+    rows = [(2 * max_rows + 1, 8)] * 12
+    return packed_bytes([*tokens, *rows, (CHANGES, 8), (CHANGES, 4)])
+
+
+def padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    """`array` and as many times `value` behind it as make `size`."""
+    out = np.full(size, value, dtype=array.dtype)
+    out[: len(array)] = array
+    return out
 
 
 def _aligned(size: int) -> int:

@@ -28,7 +28,7 @@ from octavo.devices import Device, Event, device_of
 from octavo.errors import InternalError
 from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache
 from octavo.runner.batch import HostBatch, StepBatch
-from octavo.runner.device_inputs import DeviceTables, Staging, packed_bytes
+from octavo.runner.device_inputs import CHANGES, DeviceTables, Staging, input_bytes, padded
 from octavo.runner.device_sampler import Draw, DrawInputs, Listing, Mode, draw, list_logprobs, why_not
 from octavo.runner.draws import DrawParameters, Draws
 from octavo.runner.graphs import GraphStore
@@ -37,7 +37,6 @@ from octavo.runner.model_runner import DecoderLike, ModelRunner, Profile
 from octavo.runner.rows import SequenceRow
 
 RESULTS = 3  # host buffers for what was drawn: two steps in flight, one being read
-CHANGES = 1 << 15  # table entries that travel with one step's inputs; more go ahead in copies of their own
 SHORTEST_CLASS = 1024  # tokens of context: graphs are recorded for contexts of up to this, four times it, …
 
 
@@ -102,7 +101,7 @@ class DeviceRunner(ModelRunner):
             self.device, layout.num_groups, 2 * max_num_seqs, layout.blocks_for(max_model_len), spare_block
         )
         self._params = DrawParameters(2 * max_num_seqs + 1)
-        self._staging = Staging(self.device, _input_bytes(max_num_batched_tokens, 2 * max_num_seqs, self._groups))
+        self._staging = Staging(self.device, input_bytes(max_num_batched_tokens, 2 * max_num_seqs, self._groups))
         self._results: list[torch.Tensor] = [self.device.pinned(0, torch.float64) for _ in range(RESULTS)]
         self._events = [self.device.event() for _ in range(RESULTS)]
         self._turn = 0
@@ -279,13 +278,13 @@ class DeviceRunner(ModelRunner):
             late[[place for place, _ in self._batches.late or ()]] = 1
             spare = tables.spare_block * self._block_size
             fixed = [
-                _padded(host.token_ids, bucket, 0),
-                _padded(host.positions, bucket, 0),
+                padded(host.token_ids, bucket, 0),
+                padded(host.positions, bucket, 0),
                 np.arange(bucket + 1, dtype=np.int32),
-                _padded(host.context_len, bucket, 1),
-                _padded(slots, bucket, tables.spare_slot),
+                padded(host.context_len, bucket, 1),
+                padded(slots, bucket, tables.spare_slot),
                 late,
-                *(_padded(group, bucket, spare) for group in host.slots),
+                *(padded(group, bucket, spare) for group in host.slots),
                 *draws.padded(bucket),
             ]
             *views, where, what = self._staging.send([*fixed, *tables.take_changes(CHANGES)])
@@ -388,16 +387,3 @@ def _entry(listed: list[list[float]], draw: int, asked: int) -> TokenLogprobs:
     count = min(1 + asked, held)
     ids = tuple(int(line[draw]) for line in lines[:count])
     return TokenLogprobs(ids, tuple(line[draw] for line in lines[held : held + count]), int(ranks[draw]))
-
-
-def _padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
-    out = np.full(size, value, dtype=array.dtype)
-    out[: len(array)] = array
-    return out
-
-
-def _input_bytes(max_tokens: int, max_rows: int, groups: int) -> int:
-    """The most that the inputs of a step can take; a graph may pad rows to the next bucket."""
-    tokens = [(max_tokens + max_rows, 8)] * (2 + groups)
-    rows = [(2 * max_rows + 1, 8)] * 12
-    return packed_bytes([*tokens, *rows, (CHANGES, 8), (CHANGES, 4)])
