@@ -35,8 +35,8 @@ class WeightFormat:
             return None
         if self.group_size is None:
             return rows * (columns + 4)
-        groups = -(-columns // self.group_size)
-        return rows * groups * (self.group_size // 2 + 3)
+        units, groups = -(-columns // 32), -(-columns // self.group_size)
+        return rows * (units * 16 + groups * 3)
 
 
 def parse_weight_format(text: str | None) -> WeightFormat | None:
