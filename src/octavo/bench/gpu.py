@@ -53,7 +53,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--only", metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--models", metavar="NAMES", help="of the table, with commas (default: all)")
     parser.add_argument("--workloads", metavar="NAMES", help=f"of {','.join(ABOUT)} (default: all)")
-    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda, or cuda:1 (default: cuda)")
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU, to see that the command works")
     parser.add_argument("--fresh", action="store_true", help="measure again what the JSON file has already")
     add_report_options(parser)
@@ -104,7 +103,7 @@ def _device(args: argparse.Namespace) -> Device:
     if args.small:
         return find_device("cpu")
     try:
-        return find_device(args.device)
+        return find_device("cuda")
     except ConfigError as error:
         raise ConfigError(
             f"octavo bench gpu measures a GPU, and there is none to be had ({error}). Nothing was measured. "
