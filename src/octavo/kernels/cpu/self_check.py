@@ -20,7 +20,7 @@ TILES_TOLERANCE = 1e-2
 def differs(module: Any, name: str) -> str:
     """What `name` gets wrong, or "". Leaves `name` in use."""
     generator = torch.Generator().manual_seed(20)
-    for kind in (_products, _attention, _weights):
+    for kind in (_products, _quantized, _attention, _weights):
         module.use("portable")
         state = generator.get_state()
         right = kind(module, generator)
@@ -50,6 +50,22 @@ def _products(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor
             x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
             packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
             results[f"a product of {rows} rows with {dtype} weights"] = out
+    return results
+
+
+def _quantized(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Codes of eight and of four bits, a scale and a zero per 32 inputs, one row and more than a tile of them."""
+    results = {}
+    for bits, scales in ((8, 2), (4, 1)):  # csrc/kernels.h: wide, half_zero
+        codes = torch.randint(0, 16, (150, 64), generator=generator, dtype=torch.uint8)
+        steps = torch.full((150, 2), 0.25)
+        zeros = torch.randint(0, 16, (150, 2), generator=generator).float() if bits == 4 else None
+        packed = module.PackedWeight(bits, scales, 32, 150, 64)
+        packed.pack_codes(codes.data_ptr(), steps.data_ptr(), 0 if zeros is None else zeros.data_ptr(), 32, 0, 150)
+        for rows in (1, 3, 17):
+            x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
+            packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
+            results[f"a product of {rows} rows with weights of {bits} bits"] = out
     return results
 
 
