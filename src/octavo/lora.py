@@ -129,7 +129,7 @@ def load_adapters(config: EngineConfig, model: LoadedModel, runner: ModelRunner,
         native = device.kind == "cpu" and config.attention_backend != "reference"
         dtype = model.decoder.activation_dtype
         bank = LoraBank(model.decoder, cpu.make_ops(dtype) if native else TorchOps(), dtype)
-        runner.watch_batches(bank.select)
+        runner.watch_batches(bank.select, bank.recordable)
         return bank
 
     adapters = Adapters(make_bank, config.max_loras)

@@ -199,7 +199,8 @@ class DeviceRunner(ModelRunner):
 
     def _backend_records(self) -> bool:
         """May the decoder's and the backend's work be recorded? A decoder may say no for the step at hand."""
-        return bool(getattr(self._backend, "graph_safe", True) and getattr(self._decoder, "graph_safe", True))
+        safe = getattr(self._backend, "graph_safe", True) and getattr(self._decoder, "graph_safe", True)
+        return bool(safe and self._recordable())
 
     # -- a step, kernel by kernel --------------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class LoraBank:
         self._adapters: dict[str, Mapping[str, _Update]] = {}
         self._bytes: dict[str, int] = {}
         self._segments: list[_Segment] = []
-        self._graph_safe = getattr(decoder, "graph_safe", True)
         self._wrapped = False
 
     def __contains__(self, key: str) -> bool:
@@ -111,6 +110,10 @@ class LoraBank:
 
         return product
 
+    def recordable(self) -> bool:
+        """Could the step that comes next be recorded, or a record of one stand for it? A record knows no adapters."""
+        return not self._segments
+
     def select(self, rows: Sequence[SequenceRow], starts: npt.NDArray[np.int64]) -> None:
         """The step that comes next: row b of the batch has the tokens starts[b] : starts[b + 1]."""
         runs: dict[str, list[tuple[int, int]]] = {}
@@ -126,8 +129,6 @@ class LoraBank:
             else:
                 found.append((begin, end))
         self._segments = [_Segment(self._adapters[key], self._tokens(found)) for key, found in runs.items()]
-        if self._graph_safe:  # a recorded step knows no adapters
-            self._decoder.graph_safe = not self._segments
 
     def _tokens(self, runs: list[tuple[int, int]]) -> slice | torch.Tensor:
         if len(runs) == 1:

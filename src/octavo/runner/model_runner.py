@@ -94,6 +94,7 @@ class ModelRunner:
             vocab_size=vocab_size,
             device=self.store.cache.kv.device,
         )
+        self._recordable: Callable[[], bool] = lambda: True
         self._sampler = Sampler(vocab_size)
         self._draft = None
         if draft is not None:
@@ -111,9 +112,15 @@ class ModelRunner:
         whole = getattr(getattr(decoder, "spec", None), "vocab_size", None) == vocab_size
         self._best = getattr(decoder, "best", None) if whole else None
 
-    def watch_batches(self, watcher: Callable[[Sequence[SequenceRow], Any], None]) -> None:
-        """Call watcher(rows, starts) for every batch before it is computed, see `BatchBuilder.on_batch`."""
+    def watch_batches(
+        self, watcher: Callable[[Sequence[SequenceRow], Any], None], recordable: Callable[[], bool]
+    ) -> None:
+        """Call watcher(rows, starts) for every batch before it is computed, see `BatchBuilder.on_batch`.
+
+        recordable: asked afterwards, whether a recorded step could stand for this one.
+        """
         self._batches.on_batch = watcher
+        self._recordable = recordable
 
     @contextmanager
     def without_draft(self) -> Iterator[None]:
