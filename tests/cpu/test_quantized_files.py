@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers import quantized_files as qf
 from helpers.dense_attention import greedy, run_chunks
 from helpers.tiny_models import oracle_greedy, oracle_logits, write_tiny
+from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
 from octavo.kernels.ops import TorchOps
@@ -220,6 +221,30 @@ def test_the_library_unpacks_the_same(bits: int, size: int | None, symmetric: bo
         packed["weight_scale"] = packed["weight_scale"].float()
         found = BaseCompressor.get_value_from_registry(form).decompress(packed, scheme)["weight"]
         torch.testing.assert_close(found, rounded.values(), atol=1e-6, rtol=1e-6)
+
+
+# Through the engine
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "gemma3"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_through_the_engine(method: str, family: str, tmp_path: Path) -> None:
+    """Blocks, batches and the fastest kernels there are write the float model's greedy text."""
+    if method == "awq":
+        oracle = qf.write_quantized(family, tmp_path, qf.awq_config(), round_int4, qf.awq, intermediate_size=128)
+    elif method == "gptq":
+        config, quantise = qf.gptq_config(desc_act=True), partial(round_int4, shuffled=True)
+        oracle = qf.write_quantized(family, tmp_path, config, quantise, qf.gptq, intermediate_size=128)
+    else:
+        config = qf.ct_config(qf.ct_weights(8, None), targets=("Linear", "Embedding"))
+        oracle = qf.write_quantized(family, tmp_path, config, round_int8, pack_sym, chosen=lambda m: True)
+    llm = LLM(str(tmp_path), dtype="float32", num_blocks=64, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [IDS, IDS[::-1] * 2]
+    found = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
+    assert [list(ids) for ids in found] == [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
+    held = llm._live().hardware["weight_bytes"]
+    assert held < 0.5 * sum(4 * p.numel() for p in oracle.parameters())
 
 
 # Refusals: settings
