@@ -13,7 +13,7 @@ parser.add_argument("--model", default="gemma-3-270m", help="a known name, a dir
 args = parser.parse_args()
 
 PROMPT = "A library lends single pages instead of whole books, because " * 3
-with LLM(args.model, max_model_len=256, block_size=8, enable_prefix_caching=False) as llm:
+with LLM(args.model, max_model_len=256, num_blocks=512, block_size=8, enable_prefix_caching=False) as llm:
     widest = None
 
     def look() -> None:

@@ -13,7 +13,7 @@ parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH
 args = parser.parse_args()
 adapters = dict(given.split("=", 1) for given in args.adapter)
 
-with LLM(args.model, max_model_len=256, lora=adapters or None) as llm:
+with LLM(args.model, max_model_len=256, num_blocks=512, lora=adapters or None) as llm:
     names = [None, *adapters]
     prompts = ["The first page of the book says"] * len(names)
     for name, output in zip(names, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), lora=names)):

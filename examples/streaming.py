@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="gemma-3-270m", help="a known name, a directory, a GGUF file")
 args = parser.parse_args()
 
-with LLM(args.model, max_model_len=256) as llm:
+with LLM(args.model, max_model_len=256, num_blocks=512) as llm:
     for delta in llm.stream("Three good reasons to read books:", SamplingParams(temperature=0, max_tokens=32)):
         print(delta.text, end="", flush=True)
     print()
