@@ -190,6 +190,20 @@ def test_contexts_beyond_the_operator(tmp_path: Path, models: dict[str, Model]) 
         engine(long, max_model_len=300000)
 
 
+def test_experts_and_quantised_weights_run_there(tmp_path: Path, models: dict[str, Model]) -> None:
+    experts = tiny("mixtral", tmp_path, max_position_embeddings=256)
+    with engine(experts, max_model_len=200) as llm:
+        check(experts, llm, PROMPTS[1:4:2], 4)
+    answers = []
+    for device, backend in (("cpu", "reference"), ("npu", "ascend")):
+        with engine(
+            models["llama"], device=device, attention_backend=backend, block_size=128, quantization="int8"
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            answers.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], params, use_tqdm=False)])
+    assert answers[0] == answers[1]
+
+
 def test_other_devices_do_not_get_the_backend(models: dict[str, Model]) -> None:
     with pytest.raises(
         ConfigError, match="attention_backend='ascend' calls operators of an NPU, and the device is cpu"
