@@ -14,6 +14,7 @@ import torch
 
 from helpers.dense_attention import run_chunks
 from helpers.oracle import Model, assert_greedy, beams, random_ids, tiny
+from helpers.queue_device import QueueDevice, standing_in
 from octavo import LLM, BeamSearchParams, ConfigError, ModelError, RequestError, SamplingParams
 from octavo.config import EngineConfig
 from octavo.core.speculation import Speculator
@@ -232,6 +233,31 @@ def test_limits_names_and_the_way_vllm_says_it(sets: Any) -> None:
     with pytest.raises(ConfigError, match="lora="):
         EngineConfig(lora={"a": 3})  # type: ignore[dict-item]
     assert EngineConfig(lora="x=/p, y=/q").lora == {"x": "/p", "y": "/q"}
+
+
+def test_recorded_and_overlapped_steps(sets: Any) -> None:
+    """On a device that records decode steps: steps with an adapter run kernel by kernel, others from their records."""
+    found = sets("llama")
+    names = ["a", "b", None, "a", None, "b"]
+    with found.model.engine(lora=found.paths) as plain:
+        expected, base = answers(plain, PROMPTS, names), answers(plain, PROMPTS)
+        alone = answers(plain, [PROMPTS[1]], "a")[0]
+    with standing_in(QueueDevice()):
+        llm = found.model.engine(lora=found.paths)
+    with llm:
+        counters = llm._live().runner.graphs.counters
+        assert llm.config.overlap and answers(llm, PROMPTS) == base
+        replayed = sum(counters.by_bucket.values())
+        assert replayed > 0
+        assert answers(llm, PROMPTS, names) == expected
+        assert sum(counters.by_bucket.values()) == replayed
+        stream = llm.stream(PROMPTS[1], GREEDY, lora="a")
+        got = list(next(stream).token_ids)
+        llm.drop_lora("a")
+        got += [token for delta in stream for token in delta.token_ids]
+        assert got == alone
+        assert answers(llm, PROMPTS) == base
+        assert len(llm._live().adapters._bank) == 1
 
 
 # ---- strict reading -----------------------------------------------------------------------------------------------
