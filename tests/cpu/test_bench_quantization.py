@@ -11,6 +11,7 @@ import pytest
 from helpers.tiny_models import write_tiny
 from octavo.bench import quantization
 from octavo.bench.kernels import Shape
+from octavo.bench.weight_quality import weights_text
 from octavo.cli.main import main
 from octavo.kernels import cpu
 
@@ -39,6 +40,26 @@ def test_quality_and_room(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [rows[name]["bits"] for name in ("bfloat16", "int8", "int4")] == [16, 8.5, 4.75]
     assert {r["format"]: r["token"] for r in room}["int8"] == 3 * 2 * 2 * (32 + 2)
     assert "octavo bench quantization" in capsys.readouterr().out
+
+
+def test_weights(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tmp_path, "--model", tiny, "--weights", "--tokens", "150")
+    (table,) = found["tables"].values()
+    rows = {r["format"]: r for r in table}
+    assert list(rows) == ["float32", "bfloat16", "int8", "int4", "int4:64", "int4:128"]
+    assert rows["float32"]["bits"] == 32 and rows["float32"]["change"] == 0
+    # Fewer bits, fewer bytes, more divergence.
+    for more, fewer in (("float32", "int8"), ("int8", "int4"), ("int4", "int4:64")):
+        assert rows[more]["bytes"] > rows[fewer]["bytes"]
+        assert rows[more]["divergence"] < rows[fewer]["divergence"]
+    assert any("gguf left out: quantization='gguf' needs a GGUF file" in note for note in found["notes"])
+    assert "logit cosine" in capsys.readouterr().out
+    assert main(["bench", "quantization", "--model", tiny, "--weights", "--only", "room"]) == 2
+    assert "--weights is --only weights" in capsys.readouterr().err
+
+
+def test_the_text_is_long_enough_to_say_something() -> None:
+    assert len(weights_text().split()) > 3000
 
 
 @pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")

@@ -20,8 +20,7 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     weights = "" if ask.quantization is None else f", {ask.quantization} weights"
     device = "GPU" if ask.device == "cuda" else ask.device.upper()
     lines = [
-        f"{name}, {ask.dtype}{weights}, {device} with {_bytes(ask.memory)}; "
-        f"load: {lengths}",
+        f"{name}, {ask.dtype}{weights}, {device} with {_bytes(ask.memory)}; load: {lengths}",
         "",
         "memory",
         f"  may be used       {_bytes(memory.usable):>11}  {ask.utilization:.0%} of it",
