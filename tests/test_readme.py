@@ -21,7 +21,7 @@ def test_example_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") >= 3
 
 
-COMMANDS = r"octavo (generate|chat|serve|info|plan|simulate|replay|view|doctor|top|bench \w+)"
+COMMANDS = r"octavo (generate|chat|serve|info|plan|simulate|replay|view|doctor|top|quantize|bench [\w-]+)"
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(COMMANDS, README))))
