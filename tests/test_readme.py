@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"<!-- test: runs -->\n```python\n(.*?)```", README, re.S)
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
