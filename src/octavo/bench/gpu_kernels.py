@@ -245,7 +245,7 @@ def _prompt_table(once: Once, device: Device, peak: dict[str, Any], small: bool)
 
 def _block_size_table(once: Once, device: Device, small: bool) -> Table:
     shapes = (*TINY_DECODE, *TINY_PROMPTS) if small else (DECODE[3], DECODE[4], PROMPTS[0])
-    sizes = BLOCK_SIZES[:2] if small else BLOCK_SIZES
+    sizes = BLOCK_SIZES[:1] if small else BLOCK_SIZES
     rows = []
     for shape in shapes:
         row: dict[str, Any] = {"shape": str(shape)}
@@ -294,11 +294,9 @@ def _other_tiles(shape: Shape, small: bool) -> dict[str, Tiles]:
     if not decode:
         found.append(Tile(current.rows // 2, current.keys, 4, current.stages))
     if small:
-        del found[2:]
-    return {
-        f"{t.rows or 'heads'} x {t.keys}, {t.warps}, {t.stages}": replace(own, **{"split" if decode else "tile": t})
-        for t in found
-    }
+        del found[1:]
+    named = {f"{t.rows or 'heads'} x {t.keys}, {t.warps}, {t.stages}": t for t in found}
+    return {name: replace(own, split=t) if decode else replace(own, tile=t) for name, t in named.items()}
 
 
 def _tile_seconds(device: Device, shape: Shape, tiles: Tiles, small: bool) -> dict[str, Any]:

@@ -32,12 +32,12 @@ class Tiles:
 
 #: (head_dim up to, bytes of an operand of a product) -> (decode, prompt), with 160 KiB or more of shared memory
 _LARGE = {
-    (64, 2): (Tile(0, 128, 4, 5), Tile(128, 128, 4, 3)),
+    (64, 2): (Tile(0, 128, 4, 5), Tile(128, 128, 8, 3)),
     (128, 2): (Tile(0, 64, 4, 5), Tile(128, 64, 8, 3)),
     (256, 2): (Tile(0, 32, 4, 5), Tile(64, 64, 8, 2)),
-    (64, 4): (Tile(0, 64, 4, 2), Tile(64, 32, 4, 2)),
-    (128, 4): (Tile(0, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (256, 4): (Tile(0, 16, 4, 2), Tile(16, 32, 4, 2)),
+    (64, 4): (Tile(0, 64, 4, 2), Tile(64, 32, 8, 2)),
+    (128, 4): (Tile(0, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (256, 4): (Tile(0, 16, 4, 2), Tile(16, 32, 8, 2)),
 }
 #: The same for devices with about 100 KiB (8.6, 8.9, 12.x) or 64 KiB (7.5)
 _SMALL = {
