@@ -223,7 +223,8 @@ def floor(load: Workload, config: dict[str, Any], card: Card, itemsize: int) -> 
 
 def _distinct_prompt_tokens(load: Workload) -> int:
     """Prompt tokens that must be computed: what a request shares with the one before it at the front counts once."""
-    total, before = 0, ()
+    total = 0
+    before: tuple[int, ...] = ()
     for item in load.items:
         same = next((k for k, (a, b) in enumerate(zip(before, item.token_ids)) if a != b), min(len(before), item.total))
         total += len(item.token_ids) - min(same, len(item.token_ids))

@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
 def first_token(engine: Engine, prefix: int, repeat: int, tick: Any) -> dict[str, float]:
     """Median seconds to the first token of a prompt whose first `prefix` tokens are not cached, and are."""
-    assert engine.spec is not None
+    size = engine.config.block_size
+    assert engine.spec is not None and size is not None
     found: dict[str, list[float]] = {"miss": [], "hit": []}
     for round_ in range(repeat):
         engine.reset_prefix_cache()
@@ -102,7 +103,7 @@ def first_token(engine: Engine, prefix: int, repeat: int, tick: Any) -> dict[str
             before = engine.stats().prefix_hit_tokens
             run = drive.run_load(engine, [item], sample=False)
             cached = engine.stats().prefix_hit_tokens - before
-            expected = prefix // engine.config.block_size * engine.config.block_size if kind == "hit" else 0
+            expected = prefix // size * size if kind == "hit" else 0
             if cached < expected or (kind == "miss" and cached):
                 raise InternalError(f"a {kind} took {cached} tokens from the cache; at least {expected} were expected")
             found[kind].append(run.seconds)

@@ -132,7 +132,7 @@ def check_kv_dtype(kv_dtype: str, device: str, head_dim: int | None = None) -> N
         )
     if "fp8" in names and device == "npu":
         raise ConfigError(
-            f"kv_cache_dtype={kv_dtype!r}: fp8 keys and values are read by the GPU kernels only; use int8 or auto on npu"
+            f"kv_cache_dtype={kv_dtype!r}: only the GPU kernels read fp8 keys and values; use int8 or auto on npu"
         )
     if "int4" in names and head_dim is not None and head_dim % GROUP:
         raise ConfigError(

@@ -63,7 +63,9 @@ def check_weight_format(text: str | None, device: str) -> WeightFormat | None:
             "bytes with a smaller error; use quantization='int8'"
         )
     if format is not None and format.kind == "fp8" and device == "npu":
-        raise ConfigError("quantization='fp8' needs a GPU: eight-bit floats are not used on npu; use quantization='int8'")
+        raise ConfigError(
+            "quantization='fp8' needs a GPU: eight-bit floats are not used on npu; use quantization='int8'"
+        )
     if format is not None and format.kind == "gguf" and device != "cpu":
         raise ConfigError(
             f"quantization='gguf' on {device}: only the CPU kernels compute from the blocks of a GGUF file; "

@@ -60,8 +60,8 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Exact attention over blocks. Built as `Backend(cache, spec)`.
 
-    A backend may also have `rotate_and_write(layer, query, key, value, cos, sin, q_norm, k_norm, eps)`: `Ops.rotary` and
-    `write` in one, returning the query for `attend`; the decoder then calls that.
+    A backend may also have `rotate_and_write(layer, query, key, value, cos, sin, q_norm, k_norm, eps)`: `Ops.rotary`
+    and `write` in one, returning the query for `attend`; the decoder then calls that.
     """
 
     name: str

@@ -104,16 +104,19 @@ class GraphStore:
     def _record(self, key: tuple[int, Hashable], queue: Callable[[], object]) -> Graph | None:
         counters = self.counters
         if counters.seconds >= self._seconds:
-            return self._stop(f"{counters.seconds:.1f} s were spent on recording, {self._seconds:g} are the limit")
+            self._stop(f"{counters.seconds:.1f} s were spent on recording, {self._seconds:g} are the limit")
+            return None
         if (free := self._device.available_bytes()) < self._margin:
-            return self._stop(f"{free >> 20} MiB are free on the device, {self._margin >> 20} are kept")
+            self._stop(f"{free >> 20} MiB are free on the device, {self._margin >> 20} are kept")
+            return None
         begin = self._clock()
         try:
             if self._pool is None:
                 self._pool = self._device.graph_pool()
             graph = self._device.capture(queue, self._pool)
         except RuntimeError as error:
-            return self._stop(f"a step cannot be recorded ({error})")
+            self._stop(f"a step cannot be recorded ({error})")
+            return None
         counters.seconds += self._clock() - begin
         counters.recorded += 1
         self._graphs[key] = graph
