@@ -18,6 +18,7 @@ from octavo.core.kv_layout import KVLayout
 from octavo.devices import Device
 from octavo.errors import ConfigError
 from octavo.kernels import triton
+from octavo.kernels.adjusting import Adjusting
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.load import LoadedModel
 from octavo.models.spec import ModelSpec
@@ -70,20 +71,26 @@ def make_device_runner(
     device: Device, config: EngineConfig, graphs: GraphStore | None = None, spare_block: int = 0
 ) -> Callable[..., ModelRunner]:
     """As the class `DeviceRunner`, for one device."""
-    drawing, listing = _sampling(device, config)
+    drawing, listing, adjusting = _sampling(device, config)
     return partial(
-        DeviceRunner, device=device, graphs=graphs, spare_block=spare_block, drawing=drawing, listing=listing
+        DeviceRunner,
+        device=device,
+        graphs=graphs,
+        spare_block=spare_block,
+        drawing=drawing,
+        listing=listing,
+        adjusting=adjusting,
     )
 
 
-def _sampling(device: Device, config: EngineConfig) -> tuple[Draw, Listing]:
+def _sampling(device: Device, config: EngineConfig) -> tuple[Draw, Listing, Adjusting]:
     """Triton's kernels where they run and nobody asked for another backend, else torch operations."""
     wanted = config.attention_backend == "triton" or (config.attention_backend == "auto" and device.kind == "cuda")
     if wanted and not triton.why_unusable(device.kind):
         from octavo.kernels.triton import sampling
 
-        return sampling.draw, sampling.list_logprobs
-    return draw, list_logprobs
+        return sampling.draw, sampling.list_logprobs, sampling.TritonAdjusting()
+    return draw, list_logprobs, Adjusting()
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def packed_bytes(arrays: Sequence[tuple[int, int]]) -> int:
 def input_bytes(max_tokens: int, max_rows: int, groups: int) -> int:
     """The most that the inputs of a step can take; a graph may pad rows to the next bucket."""
     tokens = [(max_tokens + max_rows, 8)] * (2 + groups)
-    rows = [(2 * max_rows + 1, 8)] * 12
+    rows = [(2 * max_rows + 1, 8)] * 14
     return packed_bytes([*tokens, *rows, (CHANGES, 8), (CHANGES, 4)])
 
 

@@ -5,7 +5,8 @@ changed, the model, the draws, and one copy of what was drawn. It waits for noth
 step's event and turns what was drawn into a `StepResult`. A token that the next step needs never visits the host: it
 lies in the sequence's slot (`DeviceTables.last_tokens`), and a plan that says `LAST_SAMPLED` reads it there.
 
-A step that must be drawn for on the host (`device_sampler.why_not`, prompt log-probabilities, guesses) is finished
+Penalties, biases and bans are applied there too, from tables that stay there (`device_adjust.py`). A step that must be
+drawn for on the host (`device_sampler.why_not`, prompt log-probabilities, guesses) is finished
 inside `submit`, after what was drawn before it has been read back, because its draws may depend on it.
 
 Steps in which every sequence computes one token and draws one go through recorded graphs (`graphs.py`), if there are.
@@ -16,41 +17,28 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.core.step import Drawn, SequenceStart, StepPlan, StepResult, TokenLogprobs
-from octavo.devices import Device, Event, device_of
+from octavo.core.step import SequenceStart, StepPlan, StepResult
+from octavo.devices import Device, device_of
 from octavo.errors import InternalError
+from octavo.kernels.adjusting import Adjusting
 from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache
 from octavo.runner.batch import HostBatch, StepBatch
+from octavo.runner.device_adjust import Adjustments, Need, Wanted
 from octavo.runner.device_inputs import CHANGES, DeviceTables, Staging, input_bytes, padded
+from octavo.runner.device_results import Flight, ResultBuffers
 from octavo.runner.device_sampler import Draw, DrawInputs, Listing, Mode, draw, list_logprobs, why_not
 from octavo.runner.draws import DrawParameters, Draws
 from octavo.runner.graphs import GraphStore
 from octavo.runner.kv_store import KVStore
 from octavo.runner.model_runner import DecoderLike, ModelRunner, Profile
-from octavo.runner.rows import SequenceRow
 
-RESULTS = 3  # host buffers for what was drawn: two steps in flight, one being read
 SHORTEST_CLASS = 1024  # tokens of context: graphs are recorded for contexts of up to this, four times it, …
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that has been queued. result: already there when the step was finished inside `submit`."""
-
-    step_id: int
-    rows: Sequence[SequenceRow] = ()
-    errors: Sequence[str | None] = ()
-    positions: Sequence[int] = ()
-    drawn: torch.Tensor | None = None  # pinned float64 [R, D], see `_draw_lines`
-    event: Event | None = None
-    result: StepResult | None = None
 
 
 class DeviceRunner(ModelRunner):
@@ -58,7 +46,7 @@ class DeviceRunner(ModelRunner):
 
     device: where the pool lies. graphs: recorded steps, None without. spare_block: a block of the pool that the
     scheduler does not know; rows that only fill up a batch write there. drawing, listing:
-    functions of `device_sampler`, or faster ones.
+    functions of `device_sampler`, or faster ones. adjusting: `kernels/adjusting.py`, or a faster one.
     """
 
     def __init__(
@@ -77,6 +65,7 @@ class DeviceRunner(ModelRunner):
         spare_block: int = 0,
         drawing: Draw = draw,
         listing: Listing = list_logprobs,
+        adjusting: Adjusting | None = None,
     ) -> None:
         super().__init__(
             decoder,
@@ -102,13 +91,12 @@ class DeviceRunner(ModelRunner):
         )
         self._params = DrawParameters(2 * max_num_seqs + 1)
         self._staging = Staging(self.device, input_bytes(max_num_batched_tokens, 2 * max_num_seqs, self._groups))
-        self._results: list[torch.Tensor] = [self.device.pinned(0, torch.float64) for _ in range(RESULTS)]
-        self._events = [self.device.event() for _ in range(RESULTS)]
-        self._turn = 0
+        self._adjust = Adjustments(self.device, adjusting or Adjusting(), vocab_size, max_model_len)
+        self._results = ResultBuffers(self.device, 2 * max_num_seqs)
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # per bucket and `listed`: what its graph leaves
-        self._generation = 0
+        self._generation = (0, 0)
         self._on_host: dict[int, str] = {}  # sequences that are drawn for on the host, and why
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
 
     # -- the interface of `core/overlap.py` ----------------------------------------------------------------------------
 
@@ -129,27 +117,26 @@ class DeviceRunner(ModelRunner):
         with section("prepare"):
             self._obey(plan)
             if not plan.scheduled:
-                self._flights.append(_Flight(plan.step_id, result=StepResult(plan.step_id)))
+                self._flights.append(Flight(plan.step_id, result=StepResult(plan.step_id)))
                 return
             host = self._batches.arrays(plan.scheduled)
             why = self._host_reason(host)
             slots = np.fromiter((self._tables.slot(r.seq_id) for r in host.rows), np.int64, count=len(host.rows))
         if why is not None:
             self.host_steps[why] += 1
-            self._flights.append(_Flight(plan.step_id, result=self._finish_now(plan.step_id, host, slots)))
+            self._flights.append(Flight(plan.step_id, result=self._finish_now(plan.step_id, host, slots)))
             return
         with section("prepare"):
             draws = Draws.of(host, self._rows, self._tables, self._params)
             bucket = self._bucket(host, draws)
         drawn = self._queue(host, slots, draws) if bucket is None else self._replay(host, slots, draws, bucket)
-        self._flights.append(self._read_back(plan.step_id, draws, drawn))
+        self._flights.append(self._results.read_back(plan.step_id, draws, drawn))
 
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
         if not self._flights:
             raise InternalError("no step is in flight")
-        flight = self._flights.popleft()
-        return self._settle(flight)
+        return self._flights.popleft().settle()
 
     def close(self) -> None:
         """Wait for everything that was queued."""
@@ -162,20 +149,32 @@ class DeviceRunner(ModelRunner):
         tables = self._tables
         for seq_id in plan.ends:
             tables.close(seq_id)
+            self._adjust.close(seq_id)
             self._on_host.pop(seq_id, None)
-        for start in plan.starts:
-            slot = tables.open(start.seq_id)
-            reason = why_not(start)
-            if reason is not None:
-                self._on_host[start.seq_id] = reason
-            self._params.set(slot, start, self._vocab_size)
         super()._obey(plan)
+        for start in plan.starts:
+            self._begin(start)
+        self._adjust.send()
         for scheduled in plan.scheduled:
             for update in scheduled.tables:
                 tables.note(scheduled.seq_id, update.group, update.first, update.block_ids)
-        if self._generation != tables.generation and self.graphs is not None:
-            self._generation = tables.generation
+        generation = (tables.generation, self._adjust.generation)
+        if self._generation != generation and self.graphs is not None:
+            self._generation = generation
             self.graphs.forget()
+
+    def _begin(self, start: SequenceStart) -> None:
+        """A slot and, for logits that must be changed on the device, a place of its own."""
+        slot = self._tables.open(start.seq_id)
+        self._params.set(slot, start, self._vocab_size)
+        reason = why_not(start)
+        if reason is not None:
+            self._on_host[start.seq_id] = reason
+            return
+        wanted = Wanted.of(start)
+        # One that names ids outside the vocabulary draws nothing but its error.
+        if wanted.anything and self._rows.get(start.seq_id).state.error is None:
+            self._params.adjust(slot, wanted, self._adjust.open(start, wanted))
 
     def _host_reason(self, host: HostBatch) -> str | None:
         """Why the step's draws must be made on the host, or None."""
@@ -217,16 +216,28 @@ class DeviceRunner(ModelRunner):
         with self.profile.section("head"):
             logits = self._decoder.logits(hidden[logit_rows])[:, : self._vocab_size].float()
         with self.profile.section("sample"):
-            return self._draw_lines(logits, draw_slots, DrawInputs(*numbers), draws.mode, draws.listed)
+            return self._draw_lines(logits, draw_slots, numbers, draws.mode, draws.listed, draws.need)
 
     def _draw_lines(
-        self, logits: torch.Tensor, slots: torch.Tensor, numbers: DrawInputs, mode: Mode, listed: int
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        numbers: list[torch.Tensor],
+        mode: Mode,
+        listed: int,
+        need: Need,
     ) -> torch.Tensor:
         """Draw, leave the tokens in their slots, and return what the host will want to know, float64 [R, D]:
 
         tokens, largest logits, and if any draw lists log-probabilities: ranks, 1 + listed ids, 1 + listed values.
+        numbers: the fields of `DrawInputs` and, if there is a need, places and lengths.
         """
-        tokens, highest = self._drawing(logits, numbers, mode)
+        inputs = DrawInputs(*numbers[:5])
+        if need:
+            places, lengths = numbers[5:]
+            tokens, highest = self._adjust.draw(logits, inputs, mode, need, places, lengths, self._drawing)
+        else:
+            tokens, highest = self._drawing(logits, inputs, mode)
         self._tables.last_tokens.index_copy_(0, slots, tokens)
         lines = torch.stack((tokens.double(), highest.double()))
         if listed < 0:
@@ -291,17 +302,20 @@ class DeviceRunner(ModelRunner):
             *views, where, what = self._staging.send([*fixed, *tables.take_changes(CHANGES)])
             tables.apply(where, what)
         longest = self._context_class(host.max_context)
-        mode, listed = draws.mode, draws.listed
+        mode, listed, need = draws.mode, draws.listed, draws.need
         out = self._outputs.get((bucket, listed))
         if out is None:
             lines = 2 if listed < 0 else 5 + 2 * min(listed, self._vocab_size)
             out = torch.zeros((lines, bucket), dtype=torch.float64, device=self.device.torch)
             self._outputs[bucket, listed] = out
         with self.profile.section("model"):
-            self.graphs.run(bucket, (mode, longest, listed), lambda: self._decode(views, mode, longest, listed, out))
+            variant = (mode, longest, listed, need)
+            self.graphs.run(bucket, variant, lambda: self._decode(views, mode, longest, listed, need, out))
         return out[:, :count]
 
-    def _decode(self, views: list[torch.Tensor], mode: Mode, longest: int, listed: int, out: torch.Tensor) -> None:
+    def _decode(
+        self, views: list[torch.Tensor], mode: Mode, longest: int, listed: int, need: Need, out: torch.Tensor
+    ) -> None:
         """Queue a padded decode step; reads and writes the same memory each time and depends on no host value."""
         token_ids, positions, query_start, context_len, slots, late = views[:6]
         tables, groups = self._tables, self._groups
@@ -317,7 +331,7 @@ class DeviceRunner(ModelRunner):
         self._backend.plan(attention)
         hidden = self._decoder.forward(ids, positions, self._backend)
         logits = self._decoder.logits(hidden)[:, : self._vocab_size].float()
-        out.copy_(self._draw_lines(logits, slots, DrawInputs(*views[6 + groups :]), mode, listed))
+        out.copy_(self._draw_lines(logits, slots, views[6 + groups :], mode, listed, need))
 
     def _context_class(self, context: int) -> int:
         """The longest context that a graph for `context` is recorded for; few values, so that there are few graphs."""
@@ -326,50 +340,13 @@ class DeviceRunner(ModelRunner):
             size *= 4
         return min(size, self._max_model_len)
 
-    # -- results -------------------------------------------------------------------------------------------------------
-
-    def _read_back(self, step_id: int, draws: Draws, drawn: torch.Tensor) -> _Flight:
-        """Queue the copy of what was drawn."""
-        count = len(draws)
-        if not count:
-            return _Flight(step_id, result=StepResult(step_id))
-        turn, self._turn = self._turn, (self._turn + 1) % RESULTS
-        lines = len(drawn)
-        if self._results[turn].numel() < lines * count:
-            self._results[turn] = self.device.pinned(lines * max(count, self._tables.capacity), torch.float64)
-        target = self._results[turn][: lines * count].view(lines, count)
-        target.copy_(drawn if drawn.is_contiguous() else drawn.contiguous(), non_blocking=True)
-        self._events[turn].record()
-        return _Flight(step_id, draws.rows, draws.errors, draws.positions, target, self._events[turn])
-
-    def _settle(self, flight: _Flight) -> StepResult:
-        """Wait for a step's tokens and tell the rows."""
-        if flight.result is not None:
-            return flight.result
-        assert flight.drawn is not None and flight.event is not None
-        flight.event.synchronize()
-        tokens, highest, *listed = flight.drawn.tolist()
-        drawn: dict[int, Drawn] = {}
-        for i, row in enumerate(flight.rows):
-            error = flight.errors[i]
-            if error is None and not abs(highest[i]) < float("inf"):
-                error = f"the model's logits have no usable maximum ({highest[i]}) at position {flight.positions[i]}"
-            if error is not None:
-                row.error, row.last_token = error, None
-                drawn[row.seq_id] = Drawn((), error=error)
-                continue
-            token = int(tokens[i])
-            row.push(token)
-            asked = row.state.logprobs
-            drawn[row.seq_id] = Drawn((token,), () if asked is None else (_entry(listed, i, asked),))
-        flight.result = StepResult(flight.step_id, drawn)
-        return flight.result
+    # -- on the host ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _finish_now(self, step_id: int, host: HostBatch, slots: npt.NDArray[np.int64]) -> StepResult:
         """Queue the step, wait for it, and draw on the host."""
         for flight in self._flights:
-            self._settle(flight)
+            flight.settle()
         with self.profile.section("prepare"):
             _, batch = self._send(host, slots, ())
             self._backend.plan(batch.attention)
@@ -378,13 +355,5 @@ class DeviceRunner(ModelRunner):
         if known:
             where = torch.tensor([slot for slot, _ in known], device=self.device.torch)
             self._tables.last_tokens[where] = torch.tensor([token for _, token in known], device=self.device.torch)
+        self._adjust.count([(seq_id, d.token_ids[-1]) for seq_id, d in result.drawn.items() if d.token_ids])
         return result
-
-
-def _entry(listed: list[list[float]], draw: int, asked: int) -> TokenLogprobs:
-    """What a draw asked for of ranks, ids and values [lines][D], which may hold more."""
-    ranks, *lines = listed
-    held = len(lines) // 2
-    count = min(1 + asked, held)
-    ids = tuple(int(line[draw]) for line in lines[:count])
-    return TokenLogprobs(ids, tuple(line[draw] for line in lines[held : held + count]), int(ranks[draw]))

@@ -5,8 +5,9 @@ top_k, top_p, min_p. The uniform number of a draw is a function of where its tok
 the host beforehand and travels with the step's inputs; a token is found by inverting the cumulative distribution at it,
 by block and then inside the block, in float64, as on the host. All rows are drawn at once and nothing waits.
 
-What depends on the text so far (penalties, bans, a grammar) is drawn on the host: `why_not`. It is plain torch, so it
-runs, and is tested, on any device.
+Penalties, biases and bans change the logits beforehand (`device_adjust.py`). What depends on the text so far in other
+ways (a grammar, bad words of several tokens) is drawn on the host: `why_not`. It is plain torch, so it runs, and is
+tested, on any device.
 """
 
 from __future__ import annotations
@@ -65,18 +66,13 @@ class Listing(Protocol):
 
 def why_not(start: SequenceStart) -> str | None:
     """Why the sequence cannot be drawn for on the device, in a few words; None: it can."""
-    params = start.params
     if start.pooling is not None:
         return "pooling"
     if start.num_candidates:
         return "beam search"
     if start.constraint is not None:
         return "grammar"
-    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-        return "penalties"
-    if params.allowed_token_ids is not None or params.logit_bias or start.bad_word_ids:
-        return "bans or bias"
-    return "min_tokens" if params.min_tokens and start.end_ids else None
+    return "bad words" if any(len(word) > 1 for word in start.bad_word_ids) else None
 
 
 def draw(logits: torch.Tensor, inputs: DrawInputs, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from octavo.core.step import SequenceStart
 from octavo.runner.batch import HostBatch
+from octavo.runner.device_adjust import NOBODY, Need, Wanted
 from octavo.runner.device_inputs import DeviceTables
 from octavo.runner.device_sampler import Mode
 from octavo.runner.noise import uniforms
@@ -26,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class DrawParameters:
-    """By slot: temperature (0: greedy), filters, seed and sample index."""
+    """By slot: temperature (0: greedy), filters, seed and sample index, and what it takes to adjust the logits."""
 
     def __init__(self, capacity: int) -> None:
         self._allocate(capacity)
@@ -40,6 +41,11 @@ class DrawParameters:
         self.sample_index = np.zeros(capacity, dtype=np.int64)
         self.mode = np.zeros(capacity, dtype=np.int8)
         self.listed = np.full(capacity, -1, dtype=np.int32)  # log-probabilities asked for; -1: none
+        self.need = np.zeros(capacity, dtype=np.int8)  # `Need` at any length of the text
+        self.early_need = np.zeros(capacity, dtype=np.int8)  # and while fewer than `until` tokens are generated
+        self.until = np.zeros(capacity, dtype=np.int64)
+        self.prompt_len = np.zeros(capacity, dtype=np.int64)
+        self.place = np.full(capacity, NOBODY, dtype=np.int64)  # in `Adjustments`
 
     def set(self, slot: int, start: SequenceStart, vocab_size: int) -> None:
         """A sequence begins in `slot`."""
@@ -57,6 +63,22 @@ class DrawParameters:
         self.listed[slot] = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
         filtered = bool(top_k) or params.top_p < 1.0 or params.min_p > 0.0
         self.mode[slot] = Mode.GREEDY if params.greedy else Mode.FILTERED if filtered else Mode.RANDOM
+        self.adjust(slot, None, NOBODY)
+        self.prompt_len[slot] = start.prompt_len
+
+    def adjust(self, slot: int, wanted: Wanted | None, place: int) -> None:
+        """The slot's sequence has a place in `Adjustments`, or None and `NOBODY`."""
+        self.place[slot] = place
+        self.need[slot] = 0 if wanted is None else wanted.need
+        self.early_need[slot] = 0 if wanted is None else wanted.early_need
+        self.until[slot] = 0 if wanted is None else wanted.until
+
+    def changes(self, slots: Ints, positions: Ints) -> tuple[Need, tuple[Ints, ...]]:
+        """(what draws at `positions` need; their places and generated tokens, empty if they need nothing)."""
+        lengths = positions - self.prompt_len[slots]
+        needs = self.need[slots] | np.where(lengths < self.until[slots], self.early_need[slots], 0)
+        need = Need(int(np.bitwise_or.reduce(needs))) if len(slots) else Need.NOTHING
+        return need, (self.place[slots], lengths) if need else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,8 @@ class Draws:
     """Per draw: its sequence's row and slot, the token of the batch whose output it reads, the position it draws.
 
     errors: why a sequence cannot draw although it is part of the step. in_row_order: row b of the batch draws once, for
-    itself, and nobody else draws. mode, listed: the most demanding draw's, the latter rounded up to one of a few.
+    itself, and nobody else draws. mode, listed: the most demanding draw's, the latter rounded up to one of a few. need:
+    adjustments that any of them takes.
     """
 
     rows: list[SequenceRow]
@@ -75,6 +98,7 @@ class Draws:
     in_row_order: bool
     mode: Mode
     listed: int
+    need: Need
     _numbers: tuple[npt.NDArray[Any], ...]
 
     @classmethod
@@ -89,10 +113,11 @@ class Draws:
             in_row_order &= s.sample_ids == (s.seq_id,)
             last = int(host.query_start[b + 1]) - 1 if s.sample_ids else 0
             for seq_id in s.sample_ids:
-                drawing.append(row if seq_id == s.seq_id else rows.get(seq_id))
+                own = row if seq_id == s.seq_id else rows.get(seq_id)
+                drawing.append(own)
                 tokens.append(last)
                 positions.append(s.start + s.num_tokens)
-                errors.append(row.error)
+                errors.append(row.error or own.state.error)
         slots = np.fromiter((tables.slot(r.seq_id) for r in drawing), np.int64, count=len(drawing))
         mode = Mode(int(params.mode[slots].max())) if len(slots) else Mode.GREEDY
         most = int(params.listed[slots].max()) if len(slots) else -1
@@ -101,19 +126,20 @@ class Draws:
         if mode is not Mode.GREEDY:
             noise = uniforms(params.seed[slots].tolist(), params.sample_index[slots].tolist(), positions)
         numbers = (params.temperature[slots], params.top_k[slots], params.top_p[slots], params.min_p[slots], noise)
+        need, changes = params.changes(slots, np.array(positions, dtype=np.int64))
         order = np.array(tokens, dtype=np.int64)
-        return cls(drawing, slots, order, positions, errors, in_row_order, mode, listed, numbers)
+        return cls(drawing, slots, order, positions, errors, in_row_order, mode, listed, need, (*numbers, *changes))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def arrays(self) -> Sequence[npt.NDArray[Any]]:
-        """Logit rows and slots int64 [D], then the fields of `DrawInputs`."""
+        """Logit rows and slots int64 [D], the fields of `DrawInputs`, and if there is a need, places and lengths."""
         return (self.tokens, self.slots, *self._numbers)
 
     def padded(self, size: int) -> list[npt.NDArray[Any]]:
-        """The fields of `DrawInputs` for `size` draws; those added are greedy."""
-        fills = (0.0, 0, 1.0, 0.0, 0.0)
+        """The same but for the first two, for `size` draws; those added are greedy and nobody's."""
+        fills = (0.0, 0, 1.0, 0.0, 0.0, *((NOBODY, 0) if self.need else ()))
         out = []
         for array, fill in zip(self._numbers, fills, strict=True):
             wide = np.full(size, fill, dtype=array.dtype)

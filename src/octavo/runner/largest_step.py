@@ -22,7 +22,10 @@ from octavo.runner.model_runner import DecoderLike, ModelRunner
 from octavo.sampling_params import SamplingParams
 
 _PARAMS = SamplingParams(top_p=0.9, logprobs=8)
-_PARAMS_ON_DEVICE = SamplingParams(top_p=0.9)  # log-probabilities would send the draws to the host
+# On a device of its own: what adjusts logits there too, with the tables that the first such sequence brings about.
+_PARAMS_ON_DEVICE = SamplingParams(
+    top_p=0.9, logprobs=8, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0]
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ This module does not know sequences; a draw is a row, a history a slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from octavo.errors import BoundsError, ConfigError
+from octavo.errors import ConfigError
+from octavo.kernels import adjusting
+from octavo.kernels.adjusting import Edits, Penalties
 from octavo.kernels.triton.jit import adjust, sample
 from octavo.kernels.triton.tuning import next_power_of_two
 
@@ -79,66 +80,26 @@ class Numbers:
         )  # fmt: skip
 
 
-class TokenHistory:
-    """The different tokens that sequences have seen and how often each was generated, on the device, by slot.
-
-    capacity: different tokens a slot has room for (a sequence's longest length is enough; more are forgotten).
-    """
-
-    def __init__(self, slots: int, capacity: int, device: torch.device | str) -> None:
-        self.ids = torch.zeros(slots, capacity, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(slots, capacity, dtype=torch.float32, device=device)
-        self.sizes = torch.zeros(slots, dtype=torch.int32, device=device)
-
-    def start(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """A sequence begins in `slot`. prompt: its tokens if a repetition penalty asks for them, else nothing."""
-        counts = dict.fromkeys(prompt, 0)
-        for token in output:
-            counts[token] = counts.get(token, 0) + 1
-        size, capacity = len(counts), self.ids.shape[1]
-        if size > capacity:
-            raise BoundsError(f"slot {slot}: {size} different tokens, a history has room for {capacity}")
-        self.ids[slot, :size] = torch.tensor(list(counts), dtype=torch.int32)
-        self.counts[slot, :size] = torch.tensor(list(counts.values()), dtype=torch.float32)
-        self.sizes[slot] = size
+class TokenHistory(adjusting.TokenHistory):
+    """The same, counted by a kernel: one program per token, nothing of the size of the room."""
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count tokens [D] (int64) in their slots [D] (int64, all different); negative ones are passed over."""
         if tokens.numel():
             adjust.count_kernel[(tokens.numel(),)](
                 slots, tokens, self.ids, self.counts, self.sizes, self.ids.shape[1], TILE=TILE, num_warps=4, **FUSION
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Per draw, on the device: slot int64 [D] in `history` (negative: no penalty), factors float32 [D]."""
+class TritonAdjusting(adjusting.Adjusting):
+    """`Adjusting` by the kernels of this module."""
 
-    history: TokenHistory
-    slots: torch.Tensor
-    repetition: torch.Tensor
-    frequency: torch.Tensor
-    presence: torch.Tensor
+    def history(self, slots: int, capacity: int, device: torch.device | str) -> adjusting.TokenHistory:
+        return TokenHistory(slots, capacity, device)
 
-
-@dataclass(frozen=True, slots=True)
-class Edits:
-    """Single logits to change: row of the draw, token (int64 [E]) and what is added (float32 [E]; -inf: a ban)."""
-
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, changes: Sequence[tuple[int, Mapping[int, float]]], device: torch.device | str) -> Edits:
-        """From (row, token -> what is added) pairs."""
-        flat = [(row, token, value) for row, added in changes for token, value in added.items()]
-        rows, tokens, values = zip(*flat, strict=True) if flat else ((), (), ())
-        return cls(
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
-        )
+    def adjusted(
+        self, logits: torch.Tensor, rows: torch.Tensor, penalties: Penalties | None, edits: Edits | None
+    ) -> torch.Tensor:
+        return adjusted(logits, rows, penalties, edits)
 
 
 def draw(logits: torch.Tensor, numbers: DrawNumbers, mode: int) -> tuple[torch.Tensor, torch.Tensor]:
