@@ -11,6 +11,7 @@ import torch
 from helpers.paged import fresh_seed
 from octavo.core.step import SequenceStart
 from octavo.errors import BoundsError, ConfigError
+from octavo.kernels.adjusting import Adjusting, Edits, Penalties
 from octavo.runner.noise import uniforms as host_uniforms
 from octavo.runner.sampler import Draw, Sampler
 from octavo.runner.sampling_state import SamplingState
@@ -169,11 +170,11 @@ def test_penalties_and_edits_change_logits_as_on_the_host(device):
     found = sampling.adjusted(
         logits.to(device),
         torch.tensor(rows, device=device),
-        sampling.Penalties(
+        Penalties(
             history, torch.tensor(slots, device=device), factor("repetition_penalty"), factor("frequency_penalty"),
             factor("presence_penalty"),
         ),
-        sampling.Edits.of([(1, params[1].logit_bias or {}), (3, {5: float("-inf")})], device),
+        Edits.of([(1, params[1].logit_bias or {}), (3, {5: float("-inf")})], device),
     ).cpu()  # fmt: skip
     for i, state in enumerate(states):
         row = logits[rows[i]].numpy().copy()
@@ -185,6 +186,32 @@ def test_penalties_and_edits_change_logits_as_on_the_host(device):
     assert history.sizes.tolist() == sizes
     with pytest.raises(BoundsError, match="slot 0: 70 different tokens, a history has room for 64"):
         history.start(0, range(70), ())
+
+
+@pytest.mark.parametrize("draws", [1, 4])
+def test_adjusting_is_the_definitions_over_many_steps(draws, device):
+    """Histories that grow on the device, and edits as the runner makes them: a fixed number per row, most of them 0."""
+    generator = torch.Generator().manual_seed(fresh_seed())
+    both = [sampling.TritonAdjusting(), Adjusting()]
+    histories = [each.history(draws + 1, 12, device) for each in both]
+    rows, factors = torch.arange(draws, device=device), torch.rand(3, draws, generator=generator) + 0.5
+    tokens = torch.zeros(draws, 16, dtype=torch.int64)
+    values = torch.zeros(draws, 16)
+    tokens[:, 0], values[:, 0], tokens[:, 1], values[:, 1] = 5, float("-inf"), 9, 2.5
+    edits = Edits(rows.repeat_interleave(16), tokens.view(-1).to(device), values.view(-1).to(device))
+    for step in range(14):
+        drawn = torch.randint(-1, 30, (draws,), generator=generator).to(device)
+        slots = (torch.randperm(draws + 2, generator=generator)[:draws] - 1).to(device)
+        logits = torch.randn(draws, 300, generator=generator).to(device)
+        found = []
+        for each, history in zip(both, histories, strict=True):
+            if step == 7:
+                history.start(0, [3, 3, 8], [8, 8, 200])
+            history.add(slots, drawn)
+            penalties = Penalties(history, slots, *factors.to(device))
+            found.append(each.adjusted(logits, rows, penalties, edits).cpu())
+        assert torch.equal(*found), step
+    assert torch.equal(histories[0].sizes, histories[1].sizes)
 
 
 def test_log_probabilities_are_the_hosts(device):

@@ -87,7 +87,8 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Single logits to change: row of the draw, token (int64 [E]) and what is added (float32 [E]; -inf: a ban)."""
+    """Single logits to change: row of the draw, token (int64 [E]) and what is added (float32 [E]; -inf: a ban). All
+    contiguous; several edits of one logit add up."""
 
     rows: torch.Tensor
     tokens: torch.Tensor

@@ -241,7 +241,8 @@ class Adjustments:
     def _edits(self, rows: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> Edits:
         tokens = self._tokens[places]
         values = torch.where(lengths[:, None] < self._until[places], self._values[places], 0.0)
-        return Edits(rows[:, None].expand_as(tokens).reshape(-1), tokens.view(-1), values.view(-1))
+        # Copied: of a single row `reshape` would make a view that repeats one element.
+        return Edits(rows[:, None].expand_as(tokens).contiguous().view(-1), tokens.view(-1), values.view(-1))
 
     def _count(self, counted: torch.Tensor, tokens: torch.Tensor) -> None:
         if self._history is not None:
