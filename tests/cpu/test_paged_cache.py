@@ -342,6 +342,35 @@ def test_a_pass_that_failed_on_its_way_can_be_forgotten(llama: Any) -> None:
             llama(prompt(2, 3), past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_hole_in_the_mask_is_exact_or_refused(name: str, llama: Any) -> None:
+    """The second turn of a chat in a batch: answers of unequal length leave padding between tokens."""
+    model = llama
+    if name == "mistral":
+        model = endless(tiny_oracle(tiny_config("mistral", num_hidden_layers=2, sliding_window=12)))
+    ids, mask = prompt(2, 24), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :3] = mask[1, 14:20] = 0
+    expected = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask, do_sample=False)
+    assert torch.equal(generate(model, ids, paged(model), attention_mask=mask, do_sample=False), expected)
+    cache = paged(model)
+    if name == "llama":
+        assert torch.equal(generate(model, ids, cache, ATTENTION, attention_mask=mask, do_sample=False), expected)
+        return
+    with pytest.raises(RequestError, match=r"attention_mask\[1, 14\] is padding between .*windows \(12\).*Set eager"):
+        generate(model, ids, cache, ATTENTION, attention_mask=mask, do_sample=False)
+    alone = generate(model, ids[:1], DynamicCache(config=model.config), do_sample=False)
+    assert torch.equal(generate(model, ids[:1], cache, ATTENTION, do_sample=False), alone)  # nothing stayed behind
+
+
+def test_padding_behind_tokens_is_refused_in_place(llama: Any) -> None:
+    ids, mask = prompt(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    expected = generate(llama, ids, DynamicCache(config=llama.config), attention_mask=mask, do_sample=False)
+    assert torch.equal(generate(llama, ids, paged(llama), attention_mask=mask, do_sample=False), expected)
+    with pytest.raises(RequestError, match="ends with padding in row 1.*Pad on the left.*or set eager or sdpa"):
+        generate(llama, ids, paged(llama), ATTENTION, attention_mask=mask, do_sample=False)
+
+
 def test_rows_that_only_look_alike_are_noticed(llama: Any) -> None:
     cache = paged(llama)
     same = torch.ones(2, 2, 3, 16)

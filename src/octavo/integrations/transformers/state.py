@@ -157,11 +157,11 @@ class PagedState:
         self, attention: PagedAttention, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> _Pass:
         batch, _, count, _ = key.shape
-        if not self.rows.ids:
-            self.rows.open(attention, batch)
-        if len(self.rows.ids) != batch:
+        if self.rows.ids and len(self.rows.ids) != batch:
             raise RequestError(f"the cache holds {len(self.rows.ids)} rows, this pass has {batch}; reset() empties it")
         taken = self._taken(batch, count, mask, key.device)
+        if not self.rows.ids:
+            self.rows.open(attention, batch)
         self.rows.part(attention, torch.cat([key.flatten(1), value.flatten(1), taken], 1))
         requests = self.rows.requests
         of_row = [requests.index(request) for request in self.rows.ids]
@@ -188,7 +188,7 @@ class PagedState:
             raise RequestError(
                 f"attention_mask of shape {tuple(mask.shape)}: [{batch}, {end}] is needed, cached columns too"
             )
-        mask = mask.to(device)
+        mask = mask.to(device).bool()
         before = mask[:, : self.seen]
         known = before.new_ones(()) if self._real is None else self._real
         if not bool((before == known).all()):
@@ -197,7 +197,32 @@ class PagedState:
                 f"what was hidden is not stored, what was shown cannot be hidden. Give the whole mask each "
                 f"time, or set eager or sdpa, for which blocks are gathered"
             )
+        self._check_padding(mask)
         return mask[:, self.seen :]
+
+    def _check_padding(self, mask: torch.Tensor) -> None:
+        """Refuse padding that changes results when it is left out. mask: bool [B, columns].
+
+        In front of a row it never does. Behind its tokens, the row's newest output would be that of a position that
+        is not computed. Between them, a window, which counts columns, would reach further back than it should.
+        """
+        begun = mask.cummax(1).values  # columns at or behind a row's first token
+        late = (begun & ~mask)[:, self.seen :]
+        ends = late[:, -1]
+        if bool(ends.any()):
+            raise RequestError(
+                f"attention_mask ends with padding in row {int(ends.nonzero()[0])}, behind its tokens: padding is not "
+                f"computed in place, so its newest output would mean nothing. Pad on the left "
+                f"(tokenizer.padding_side='left'), or set eager or sdpa, for which blocks are gathered"
+            )
+        windows = sorted({window for window in self.pool.windows if window is not None})
+        if windows and bool(late.any()):
+            row, column = late.nonzero()[0].tolist()
+            raise RequestError(
+                f"attention_mask[{row}, {column + self.seen}] is padding between tokens, and this model has sliding "
+                f"windows ({', '.join(map(str, windows))}), which count columns: padding is not stored in place, so "
+                f"they would reach too far. Set eager or sdpa, for which blocks are gathered, or leave the padding out"
+            )
 
     def _note(self, taken: torch.Tensor) -> None:
         """Remember which columns are padding. Undone by `abort`, which cuts back to `seen`."""
