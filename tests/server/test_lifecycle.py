@@ -23,11 +23,13 @@ from octavo.async_engine import AsyncEngine
 TESTS = Path(__file__).parents[1]
 #: `octavo serve` with a scripted engine instead of a model: the rest is the real command's code.
 PROGRAM = """
-import sys, time
+import atexit, sys, time
 sys.path[:0] = [{tests!r}, {source!r}]
 from helpers.serving import scripted_engine
 from octavo.server.run import serve
 from octavo.server.settings import load
+
+atexit.register(print, "wound up", file=sys.stderr)
 
 def build(config, on_progress):
     on_progress("weights", 1, 4)
@@ -151,6 +153,25 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(start: Any) -> None
     assert [(entry["status"], entry["output_tokens"], entry["finish_reasons"]) for entry in log] == [
         (200, 100, ["length"])
     ]
+
+
+@pytest.mark.parametrize("signals", [("SIGTERM",), ("SIGINT",), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGTERM")])
+def test_a_signal_while_the_model_loads_ends_at_once(start: Any, signals: tuple[str, ...]) -> None:
+    """The loader may be inside C++, where an interpreter that winds up would tear it down and abort the process."""
+    process = start(loading=120.0)
+    process.until("listening on ")
+    for name in signals:
+        process.process.send_signal(getattr(signal, name))
+    assert process.ends_with() == 0
+    assert process.lines[1:] == [], "nothing is said, and no exit handler ran under the loader"
+
+
+def test_a_signal_to_a_server_that_is_ready_winds_up_as_usual(start: Any) -> None:
+    process = start()
+    process.until("ready: ")
+    process.process.send_signal(signal.SIGINT)
+    assert process.ends_with() == 0
+    assert process.lines[-1] == "wound up"
 
 
 def test_what_does_not_finish_in_time_is_ended_and_told(start: Any) -> None:

@@ -1,8 +1,9 @@
 """`serve`: the app under uvicorn, with the model loading meanwhile, until a signal or the engine's end.
 
 The port answers from the first moment: /health says "loading", /ready 503. SIGTERM or Ctrl-C: no new connections, what
-runs may finish for `drain_seconds`, then it is aborted; a second Ctrl-C ends at once. Exit codes: 0 after a signal, 1
-when the engine failed, 2 when the port could not be opened or the model not be loaded as asked.
+runs may finish for `drain_seconds`, then it is aborted; a second Ctrl-C ends at once. A signal while the model loads
+ends at once, too. Exit codes: 0 after a signal, 1 when the engine failed, 2 when the port could not be opened or the
+model not be loaded as asked.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import asyncio
 import contextlib
 import errno
 import gc
+import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -32,11 +35,16 @@ from octavo.server.state import ServerState
 from octavo.vllm_names import config_from
 
 SWITCH_SECONDS = 0.001  # the engine's thread waits at most so long for the interpreter when a kernel has ended
+LOADER, ENGINE = "octavo-load", "octavo-engine"  # threads
 Say = Callable[[str], None]
 
 
 def serve(loaded: Loaded, *, say: Say | None = None, build: Callable[..., Engine] | None = None) -> int:
-    """Run until the end; the exit code. say: where lines for the operator go. build: what makes the engine."""
+    """Run until the end; the exit code. say: where lines for the operator go. build: what makes the engine.
+
+    The process is the server's: SIGINT and SIGTERM are handled here from now on, and where a model still loads at the
+    end it does not return but ends the process with that code.
+    """
     return Running(loaded, say or _to_stderr, build or _build).run()
 
 
@@ -72,7 +80,7 @@ class Running:
         self.code = 0
 
     def run(self) -> int:
-        """Blocks. Raises ConfigError for settings that cannot be honoured."""
+        """Blocks. Raises ConfigError for settings that cannot be honoured. See `serve` for how it ends."""
         # Fail before the port is open on what can be known now.
         config = config_from(**self._loaded.engine)
         check_address(self._loaded.server.host, self._loaded.server.port)
@@ -85,12 +93,26 @@ class Running:
             )
         sys.setswitchinterval(SWITCH_SECONDS)
         self.state.on_death = lambda error: self._end(1)
-        threading.Thread(target=self._load, args=(config,), name="octavo-load", daemon=True).start()
+        self.server.take_signals()  # before there is a thread that an exception here would leave behind
+        threading.Thread(target=self._load, args=(config,), name=LOADER, daemon=True).start()
         try:
             self.server.run()
         except SystemExit:  # the port was taken since it was checked; uvicorn has said why
-            return 1
+            self.code = 1
+        if _at_work():
+            self._leave()
         return self.code
+
+    def _leave(self) -> NoReturn:
+        """End the process now, with our code.
+
+        A model cannot be told to stop loading. An interpreter that winds up under threads which are inside C++ (weights,
+        tokenizers) tears them down at their next step into Python, through frames that let no exception pass: the
+        process would abort. Nothing of ours is left to be done at exit: the request log is written line by line.
+        """
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(self.code)
 
     # -- on other threads --------------------------------------------------------------------------------------------
 
@@ -168,23 +190,31 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self._on_exit()
         await super().shutdown(sockets)
+        if self.force_exit:  # the app's lifespan is cancelled, which uvicorn would report with a traceback
+            logging.getLogger("uvicorn.error").disabled = True
+
+    def take_signals(self) -> None:
+        """SIGINT and SIGTERM end the server from now on, until the process is gone: one more is no reason to crash."""
+        if threading.current_thread() is threading.main_thread():
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(sig, self._handle)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+        yield  # not for the run alone: `take_signals`
 
     def _handle(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+
+
+def _at_work() -> bool:
+    """Does a model still load, or an engine run?
+
+    The loader starts the engine's thread before it ends, so one of them is seen at any moment of the handover.
+    """
+    return any(thread.name in (LOADER, ENGINE) for thread in threading.enumerate())
 
 
 def check_address(host: str, port: int) -> None:
