@@ -31,7 +31,8 @@ import torch
 
 from octavo.core.kv_format import check_kv_dtype, kv_bytes_per_token_layer
 from octavo.core.kv_layout import build_layout
-from octavo.core.request_tables import PagedRequest, RequestId
+from octavo.core.request_tables import PagedRequest
+from octavo.core.whole_numbers import RequestId, request_ids_of, whole
 from octavo.errors import ConfigError, RequestError
 from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.paged.batch import attention_batch, slots_of
@@ -182,6 +183,7 @@ class PagedAttention(PagedRequests):
         Tensor
             Shape and dtype of `query`; padding of a dense call reads zero.
         """
+        layer = whole("layer", layer)
         with self._turn if self.num_layers == 1 else nullcontext():
             with self._lock:
                 requests = self._requests_of(block_ids, request_ids)
@@ -217,6 +219,7 @@ class PagedAttention(PagedRequests):
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key, value [T, num_kv_heads, head_dim] of the open step's tokens. Layers come in turn."""
+        layer = whole("layer", layer)
         with self._lock:
             self._check_turn(layer, self._written, "written")
         with plainly():
@@ -226,6 +229,7 @@ class PagedAttention(PagedRequests):
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [T, num_heads, head_dim] of the open step -> the same shape. The layer's keys were written before."""
+        layer = whole("layer", layer)
         with self._lock:
             if not self._memory.step or not 0 <= layer < self._written:
                 raise RequestError(f"attend(layer={layer}): {self._where()}; write(layer) comes first")
@@ -256,12 +260,14 @@ class PagedAttention(PagedRequests):
         A copy, for other attention code; float32 if the blocks are quantised. In an open step the layer's new
         positions can be read once they are written.
         """
+        start, end = whole("start", start), whole("end", end)
         with self._lock:
+            group = self._group(layer)
             written = layer < self._written
             ends = {row.request.seq_id: row.end for row in self._memory.step if written}
             tables = []
-            for request in map(self._memory.get, request_ids):
-                table = request.tables[self._group(layer)]
+            for request in map(self._memory.get, request_ids_of("request_ids", request_ids)):
+                table = request.tables[group]
                 first = table.first_live * self.block_size
                 last = ends.get(request.seq_id, request.context_len)
                 if not first <= start <= end <= last:

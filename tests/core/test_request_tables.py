@@ -188,7 +188,7 @@ def test_wrong_ids_and_lengths_are_named() -> None:
     memory.allocate(1, 5)
     cases: list[tuple[str, Any]] = [
         ("request 7 is unknown; there are: 1", lambda: memory.free(7)),
-        ("unknown", lambda: memory.get([])),  # type: ignore[arg-type]
+        ("must be an int or a string", lambda: memory.get([])),  # type: ignore[arg-type]
         ("request 1 is there already", lambda: memory.allocate(1, 1)),
         ("request 1 is there already", lambda: memory.fork(1, 1)),
         ("must be an int or a string", lambda: memory.allocate(2.5, 1)),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -253,6 +254,55 @@ def test_a_refused_call_changes_nothing() -> None:
             call()
         attn.audit()
         assert (attn.stats(), attn.block_table(1), attn.block_table(2)) == before
+
+
+def test_numbers_that_are_not_whole_are_refused_by_name() -> None:
+    attn = attention()
+    attn.allocate(1, 8), attn.allocate(2, 4)
+    attn.forward(*tokens(12, 1), request_ids=[1, 2])
+    one, two = tokens(1, 2), tokens(2, 2)
+    before = (attn.stats(), attn.block_table(1), attn.seq_len(1))
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("seq_len=1.5: must be a whole number", lambda: attn.allocate(3, 1.5)),  # type: ignore[arg-type]
+        ("seq_len='8'", lambda: attn.allocate(3, "8")),  # type: ignore[arg-type]
+        ("seq_len=True", lambda: attn.allocate(3, True)),
+        (r"seq_len=tensor\(8\.\)", lambda: attn.allocate(3, torch.tensor(8.0))),  # type: ignore[arg-type]
+        (r"seq_len=tensor\(True\)", lambda: attn.allocate(3, torch.tensor(True))),  # type: ignore[arg-type]
+        ("request_id=1.5: must be an int or a string", lambda: attn.allocate(1.5, 1)),  # type: ignore[arg-type]
+        ("num_tokens=1.5", lambda: attn.append(1, 1.5)),  # type: ignore[arg-type]
+        ("seq_len=9.25", lambda: attn.truncate(1, 9.25)),  # type: ignore[arg-type]
+        ("start=0.5", lambda: attn.slots(1, 0.5)),  # type: ignore[arg-type]
+        ("end=2.0", lambda: attn.read([1], 0, 2.0)),  # type: ignore[arg-type]
+        ("layer=0.0", lambda: attn.block_table(1, 0.0)),  # type: ignore[arg-type]
+        ("layer=False", lambda: attn.forward(*one, request_ids=[1], layer=False)),
+        ("request_id=1.0", lambda: attn.forward(*one, request_ids=[1.0])),  # type: ignore[list-item]
+        ("request_id=True", lambda: attn.free(True)),
+        ("request_ids=1: must be a list", lambda: attn.forward(*one, request_ids=1)),  # type: ignore[arg-type]
+        ("request_ids='12': must be a list", lambda: attn.forward(*two, request_ids="12")),
+        (r"query_lens\[0\]=2.0", lambda: attn.forward(*two, request_ids=[1], query_lens=[2.0])),  # type: ignore[list-item]
+        (r"query_lens\[1\]=1.0", lambda: attn.begin([1, 2], [1, 1.0])),  # type: ignore[list-item]
+        ("query_lens=2: must be a list", lambda: attn.blocks_needed([1], 2)),  # type: ignore[arg-type]
+        (r"block_ids\[0\]=0.5", lambda: attn.forward(*one, [0.5])),  # type: ignore[list-item]
+        ("block_ids=0: must be a list", lambda: attn.forward(*one, 0)),  # type: ignore[arg-type]
+    ]  # fmt: skip
+    for message, call in cases:
+        with pytest.raises(RequestError, match=message):
+            call()
+        attn.audit()
+        assert (attn.stats(), attn.block_table(1), attn.seq_len(1)) == before
+    assert attn.allocate(np.int64(3), torch.tensor(8)) == [3, 4]  # type: ignore[arg-type]
+    attn.forward(*one, request_ids=torch.tensor([3]), query_lens=np.array([1]))  # type: ignore[arg-type]
+    assert attn.request_ids == [1, 2, 3] and attn.context_len(3) == 1 and type(attn.request_ids[2]) is int
+    attn.free(3), attn.truncate(1, 5), attn.append(1, 0)
+
+
+def test_one_is_one_block() -> None:
+    attn = attention(num_blocks=1)
+    attn.allocate(1, 4)
+    with pytest.raises(CapacityError, match=r"^append\(1, 1\): 1 block is needed, 0 of 1 are free"):
+        attn.append(1, 1)
+    with pytest.raises(CapacityError, match="^a step of 1 request and 5 tokens: 1 block is needed"):
+        attn.forward(*tokens(5, 1), request_ids=[1])
 
 
 def test_a_step_that_fails_in_its_kernels_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
 from octavo.core.block_table import BlockTable
 from octavo.core.kv_layout import KVLayout
+from octavo.core.whole_numbers import RequestId, request_id_of, request_ids_of, whole
 from octavo.errors import AuditError, CapacityError, RequestError
 
-RequestId = int | str
 NAMED_HOLDERS = 5  # requests that an out-of-memory message names
 
 
@@ -70,8 +70,8 @@ class RequestTables:
     def get(self, request_id: RequestId) -> PagedRequest:
         """The request, or `RequestError` with the ids there are."""
         try:
-            return self.requests[request_id]
-        except (KeyError, TypeError):
+            return self.requests[request_id_of(request_id)]
+        except KeyError:
             known = ", ".join(repr(r) for r in list(self.requests)[:20]) or "none"
             more = f" and {len(self.requests) - 20} more" if len(self.requests) > 20 else ""
             raise RequestError(
@@ -81,14 +81,14 @@ class RequestTables:
     def rows(self, counts: Sequence[tuple[RequestId, int]]) -> list[StepRow]:
         """What a step of these (request, new positions) would be; refuses duplicates, unknown ids and empty rows."""
         rows = []
-        seen: set[RequestId] = set()
-        for request_id, count in counts:
-            request = self.get(request_id)
-            if request_id in seen:
+        seen: set[int] = set()
+        for request_id, given in counts:
+            request, count = self.get(request_id), whole("query_lens", given)
+            if request.seq_id in seen:
                 raise RequestError(f"request {request_id!r} is twice in one step; give all its new tokens in one row")
             if count < 1:
                 raise RequestError(f"request {request_id!r}: {count} new tokens; a row of a step has at least one")
-            seen.add(request_id)
+            seen.add(request.seq_id)
             rows.append(StepRow(request, request.context_len, count))
         return rows
 
@@ -120,7 +120,7 @@ class RequestTables:
 
     def allocate(self, request_id: RequestId, seq_len: int) -> PagedRequest:
         """A new request with room for `seq_len` positions, none of them written."""
-        self._check_new(request_id)
+        request_id, seq_len = self._new_id(request_id), whole("seq_len", seq_len)
         if seq_len < 0:
             raise RequestError(f"allocate(request_id={request_id!r}, seq_len={seq_len}): seq_len must be at least 0")
         need = self.layout.num_groups * self.layout.blocks_for(seq_len)
@@ -134,7 +134,7 @@ class RequestTables:
 
     def append(self, request_id: RequestId, num_tokens: int) -> PagedRequest:
         """Room for `num_tokens` more positions behind `seq_len`."""
-        request = self._idle(request_id, "append")
+        request, num_tokens = self._idle(request_id, "append"), whole("num_tokens", num_tokens)
         if num_tokens < 0:
             raise RequestError(f"append({request_id!r}, {num_tokens}): give 0 or more tokens; truncate() takes back")
         seq_len = request.seq_len + num_tokens
@@ -147,13 +147,13 @@ class RequestTables:
     def fork(self, source: RequestId, destination: RequestId) -> PagedRequest:
         """`destination` gets tables over what `source` has written. Takes no block: the first write copies."""
         parent = self._idle(source, "fork")
-        self._check_new(destination)
-        child = self._new(destination)
+        child = self._new(self._new_id(destination))
         self._share(parent, child)
         return child
 
     def reorder(self, request_ids: Sequence[RequestId], sources: Sequence[RequestId]) -> None:
         """`request_ids[i]` goes on from what `sources[i]` has now (a step of a beam search). Takes no block."""
+        request_ids, sources = request_ids_of("request_ids", request_ids), request_ids_of("sources", sources)
         if len(request_ids) != len(sources) or len(set(request_ids)) != len(request_ids):
             raise RequestError(
                 f"reorder: {len(sources)} sources for {len(request_ids)} requests; each request is given once, with "
@@ -173,7 +173,7 @@ class RequestTables:
 
     def truncate(self, request_id: RequestId, length: int) -> int:
         """Keep the first `length` positions; returns how many blocks that gave back."""
-        request = self._idle(request_id, "truncate")
+        request, length = self._idle(request_id, "truncate"), whole("seq_len", length)
         if not 0 <= length <= request.seq_len:
             raise RequestError(
                 f"truncate({request_id!r}, {length}): the request has room for {request.seq_len} positions, "
@@ -192,7 +192,7 @@ class RequestTables:
     def free(self, request_id: RequestId) -> int:
         """The request is over; returns how many blocks its tables held."""
         request = self._idle(request_id, "free")
-        del self.requests[request_id]
+        del self.requests[request.request_id]
         return self._allocation.close(request)
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -204,7 +204,8 @@ class RequestTables:
         if not counts:
             raise RequestError("a step of no request; give at least one")
         rows = self.rows(counts)
-        what = f"a step of {len(rows)} requests and {sum(row.count for row in rows)} tokens"
+        tokens = sum(row.count for row in rows)
+        what = f"a step of {_counted(len(rows), 'request')} and {_counted(tokens, 'token')}"
         self._check_room(what, self.blocks_needed(rows))
         copies = []
         for row in rows:
@@ -276,11 +277,11 @@ class RequestTables:
         child.context_len = child.seq_len = parent.context_len
         self.num_forks += 1
 
-    def _check_new(self, request_id: RequestId) -> None:
-        if isinstance(request_id, bool) or not isinstance(request_id, int | str):
-            raise RequestError(f"request_id={request_id!r}: must be an int or a string")
+    def _new_id(self, request_id: RequestId) -> RequestId:
+        request_id = request_id_of(request_id)
         if request_id in self.requests:
             raise RequestError(f"request {request_id!r} is there already; free({request_id!r}) it or take another id")
+        return request_id
 
     def _idle(self, request_id: RequestId, verb: str) -> PagedRequest:
         request = self.get(request_id)
@@ -298,15 +299,19 @@ class RequestTables:
         held.sort(key=lambda r: -sum(t.num_live for t in r.tables))
         names = [f"request {r.request_id!r} with {self._holding(r)}" for r in held[:NAMED_HOLDERS]]
         if len(held) > NAMED_HOLDERS:
-            names.append(f"{len(held) - NAMED_HOLDERS} more requests")
+            names.append(_counted(len(held) - NAMED_HOLDERS, "more request"))
         holders = f"; held: {', '.join(names)}" if names else ""
         raise CapacityError(
-            f"{what}: {need} blocks are needed, {available} of {self.pool.num_blocks} are free{holders}. Free or "
-            f"truncate a request, wait until one ends, or build the pool with num_blocks="
+            f"{what}: {_counted(need, 'block')} {'is' if need == 1 else 'are'} needed, {available} of "
+            f"{self.pool.num_blocks} are free{holders}. Free or truncate a request, wait until one ends, or build the pool with num_blocks="
             f"{self.pool.num_blocks + need - available} or more"
         )
 
     def _holding(self, request: PagedRequest) -> str:
         ids = [block for table in request.tables for block in table.live_ids()]
         shared = sum(self.pool.count(block) > 1 for block in ids)
-        return f"{len(ids)} block{'s' * (len(ids) != 1)}" + (f" ({shared} shared)" if shared else "")
+        return _counted(len(ids), "block") + (f" ({shared} shared)" if shared else "")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

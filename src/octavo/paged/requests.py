@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from octavo.core.kv_layout import KVLayout
-from octavo.core.request_tables import PagedRequest, RequestId, RequestTables
+from octavo.core.request_tables import PagedRequest, RequestTables
+from octavo.core.whole_numbers import RequestId, request_ids_of, whole, wholes
 from octavo.errors import RequestError
 from octavo.paged.batch import slots_of, table_rows
 from octavo.paged.rows import pairs_of
@@ -158,7 +159,8 @@ class PagedRequests:
 
     def blocks_needed(self, request_ids: Sequence[RequestId], query_lens: Sequence[int] | None = None) -> int:
         """Blocks that a step of these requests would take (None: one token each), copies before a write included."""
-        counts = [1] * len(request_ids) if query_lens is None else list(query_lens)
+        request_ids = request_ids_of("request_ids", request_ids)
+        counts = [1] * len(request_ids) if query_lens is None else query_lens
         with self._lock:
             return self._memory.blocks_needed(self._memory.rows(pairs_of(request_ids, counts)))
 
@@ -170,8 +172,8 @@ class PagedRequests:
     def slots(self, request_id: RequestId, start: int = 0, end: int | None = None, layer: int = 0) -> list[int]:
         """block_id * block_size + offset of positions start..end-1 (None: all that have room)."""
         with self._lock:
-            request = self._memory.get(request_id)
-            end = request.seq_len if end is None else end
+            request, start = self._memory.get(request_id), whole("start", start)
+            end = request.seq_len if end is None else whole("end", end)
             table = request.tables[self._group(layer)]
             if not table.first_live * self.block_size <= start <= end <= request.seq_len:
                 raise RequestError(
@@ -183,7 +185,7 @@ class PagedRequests:
     def tables(self, request_ids: Sequence[RequestId], layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """(block_tables int32 [B, M], context_lens int32 [B]) for kernels of your own and `octavo.paged_attention`."""
         with self._lock:
-            requests = [self._memory.get(r) for r in request_ids]
+            requests = [self._memory.get(r) for r in request_ids_of("request_ids", request_ids)]
             table = torch.from_numpy(table_rows([r.tables[self._group(layer)] for r in requests]))
             lengths = torch.tensor([r.context_len for r in requests], dtype=torch.int32)
         return table.to(self._device), lengths.to(self._device)
@@ -222,6 +224,7 @@ class PagedRequests:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _group(self, layer: int) -> int:
+        layer = whole("layer", layer)
         if not 0 <= layer < self.num_layers:
             raise RequestError(f"layer={layer}: there are {self.num_layers}, from 0")
         return self._layout.place(layer)[0]
@@ -230,11 +233,10 @@ class PagedRequests:
         if (block_ids is None) == (request_ids is None):
             raise RequestError("give either request_ids=[…] or the block ids that allocate() returned")
         if request_ids is not None:
-            return [self._memory.get(r) for r in request_ids]
-        assert block_ids is not None
-        ids: list[Any] = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else list(block_ids)
-        tables = ids if ids and not isinstance(ids[0], int) else [ids]
-        return [self._holder(list(table)) for table in tables]
+            return [self._memory.get(r) for r in request_ids_of("request_ids", request_ids)]
+        ids: Any = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
+        nested = isinstance(ids, list | tuple) and len(ids) > 0 and hasattr(ids[0], "__len__")
+        return [self._holder(wholes("block_ids", table)) for table in (ids if nested else [ids])]
 
     def _holder(self, ids: list[int]) -> PagedRequest:
         """The one request whose table begins with these ids."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.core.request_tables import RequestId
+from octavo.core.whole_numbers import RequestId, request_ids_of, wholes
 from octavo.errors import RequestError
 
 
@@ -92,7 +92,7 @@ def _dense_rows(query: torch.Tensor, num_rows: int, query_lens: Sequence[int] | 
 
 
 def _as_counts(query_lens: Sequence[int] | torch.Tensor, num_rows: int) -> tuple[int, ...]:
-    counts = tuple(int(n) for n in query_lens)
+    counts = tuple(wholes("query_lens", query_lens))
     if len(counts) != num_rows or min(counts, default=0) < 1:
         raise RequestError(
             f"query_lens={list(counts)} for {num_rows} requests: one number per request, each at least 1"
@@ -129,6 +129,7 @@ def plainly() -> Iterator[None]:
 
 def pairs_of(request_ids: Sequence[RequestId], query_lens: Sequence[int]) -> list[tuple[RequestId, int]]:
     """(request, new tokens); `RequestError` unless there is one number for each."""
-    if len(request_ids) != len(query_lens):
-        raise RequestError(f"query_lens={list(query_lens)} for {len(request_ids)} requests: one number per request")
-    return [(request, int(count)) for request, count in zip(request_ids, query_lens, strict=True)]
+    ids, counts = request_ids_of("request_ids", request_ids), wholes("query_lens", query_lens)
+    if len(ids) != len(counts):
+        raise RequestError(f"query_lens={counts} for {len(ids)} requests: one number per request")
+    return list(zip(ids, counts, strict=True))
