@@ -106,7 +106,7 @@ class Running:
     def _leave(self) -> NoReturn:
         """End the process now, with our code.
 
-        A model cannot be told to stop loading. An interpreter that winds up under threads which are inside C++ (weights,
+        A model cannot be told to stop loading. An interpreter that winds up under threads inside C++ (weights,
         tokenizers) tears them down at their next step into Python, through frames that let no exception pass: the
         process would abort. Nothing of ours is left to be done at exit: the request log is written line by line.
         """

@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from octavo.errors import ModelError
-from octavo.models.lora_reader import read_adapter
 from octavo.server.errors import ApiError
 from octavo.server.protocol.adapters import LoadAdapterBody, UnloadAdapterBody
 from octavo.server.security import Caller, KeyedCaller
@@ -26,6 +25,8 @@ _FORBIDDEN: dict[int | str, dict[str, Any]] = {403: {"description": "The server 
 @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter and serve it as a model", responses=_FORBIDDEN)
 async def load(body: LoadAdapterBody, caller: KeyedCaller, state: State, engine: ReadyEngine) -> Response:
     """The adapter is read beside the engine and taken in between two steps."""
+    from octavo.models.lora_reader import read_adapter  # brings torch, for which the port must not wait
+
     _check(caller)
     if body.lora_name in state.model_names:
         message = f"lora_name={body.lora_name!r} is the name of the model itself; choose another"
