@@ -142,7 +142,8 @@ def load_adapters(config: EngineConfig, model: LoadedModel, runner: ModelRunner,
 def with_adapters(engine: Engine, prompts: list[Prompt], lora: Lora, lora_request: Any = None) -> list[Prompt]:
     """The prompts with the adapters they run with; a `lora_request` is loaded first where its name is not.
 
-    Raises `RequestError` for a name that is not loaded, or a request whose name stands for another directory.
+    Raises `RequestError` for a name that is not loaded, one that contradicts the prompt's own, or a request whose name
+    stands for another directory.
     """
     if lora_request is not None:
         if lora is not None:
@@ -152,12 +153,20 @@ def with_adapters(engine: Engine, prompts: list[Prompt], lora: Lora, lora_reques
             if request is not None:
                 _load_request(engine, request)
         lora = [None if request is None else request.lora_name for request in wanted]
-    if lora is None:
-        return prompts
-    names = one_each(lora, len(prompts), "lora names")
-    for name in dict.fromkeys(names):
+    if lora is not None:
+        names = one_each(lora, len(prompts), "lora names")
+        prompts = [_adapted(*each) for each in zip(range(len(prompts)), prompts, names, strict=True)]
+    for name in dict.fromkeys(prompt.lora for prompt in prompts if prompt.lora is not None):
         engine.adapters.key_of(name)
-    return [replace(prompt, lora=name or prompt.lora) for prompt, name in zip(prompts, names, strict=True)]
+    return prompts
+
+
+def _adapted(index: int, prompt: Prompt, name: str | None) -> Prompt:
+    if name is None:
+        return prompt
+    if prompt.lora not in (None, name):
+        raise RequestError(f"prompt {index}: its own lora={prompt.lora!r} contradicts lora={name!r}; give one of them")
+    return replace(prompt, lora=name)
 
 
 def _load_request(engine: Engine, request: Any) -> None:

@@ -16,6 +16,7 @@ from helpers.dense_attention import run_chunks
 from helpers.oracle import Model, assert_greedy, beams, random_ids, tiny
 from helpers.queue_device import QueueDevice, standing_in
 from octavo import LLM, BeamSearchParams, ConfigError, ModelError, RequestError, SamplingParams
+from octavo.cli.main import main
 from octavo.config import EngineConfig
 from octavo.core.speculation import Speculator
 from octavo.kernels.cpu import make_ops
@@ -235,6 +236,50 @@ def test_limits_names_and_the_way_vllm_says_it(sets: Any) -> None:
     assert EngineConfig(lora="x=/p, y=/q").lora == {"x": "/p", "y": "/q"}
 
 
+def test_a_prompts_own_adapter_and_the_callers_may_not_differ(llama: Any) -> None:
+    found, llm = llama
+    own = [{"prompt_token_ids": PROMPTS[1], "lora": name} for name in ("a", "b")]
+    expected = [answers(llm, [PROMPTS[1]], name)[0] for name in ("a", "b")]
+    assert [list(o.outputs[0].token_ids) for o in llm.generate(own, GREEDY, use_tqdm=False)] == expected
+    same = llm.generate(own, GREEDY, use_tqdm=False, lora=["a", None])  # None: nothing said beside the prompt's own
+    assert [list(o.outputs[0].token_ids) for o in same] == expected
+    for given in ({"lora": "b"}, {"lora_request": LoRARequest("b", 1, found.paths["b"])}):
+        with pytest.raises(RequestError, match="prompt 0: its own lora='a' contradicts lora='b'"):
+            llm.generate(own, GREEDY, use_tqdm=False, **given)
+    with pytest.raises(RequestError, match="lora='zz': no adapter of this name is loaded; loaded: 'a', 'b'"):
+        llm.generate([own[0], {"prompt_token_ids": PROMPTS[1], "lora": "zz"}], GREEDY, use_tqdm=False)
+    assert llm.pool_view().num_used == 0
+
+
+def test_the_command_line_gives_only_a_default(sets: Any, tmp_path: Path, capsys: Any) -> None:
+    found = sets("llama")
+    command = ["generate", "--model", str(found.model.path), "--dtype", "float32", "--num-blocks", "64",
+               "--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--json"]  # fmt: skip
+
+    def run(prompts: list[dict[str, Any]], *options: str) -> tuple[int, list[list[int]], str]:
+        file = tmp_path / "prompts"
+        file.write_text("".join(json.dumps({"prompt_token_ids": PROMPTS[1], **p}) + "\n" for p in prompts))
+        code = main([*command, "--prompts-file", str(file), *options])
+        said = capsys.readouterr()
+        texts = [json.loads(line)["outputs"][0]["token_ids"] for line in said.out.splitlines()]
+        return code, texts, said.err
+
+    a = f"a={found.paths['a']}"
+    code, texts, _ = run([{}, {"lora": "a"}, {"lora": None}], "--lora", a)
+    assert code == 0 and texts[0] == texts[1] != texts[2]
+    assert_greedy(found.oracles["a"], PROMPTS[1], texts[0])
+    assert_greedy(found.oracles[None], PROMPTS[1], texts[2])
+    for options, prompts, reason in (
+        (["--lora", a], [{"lora": "a"}, {"lora": "zz"}], "prompt 1: lora='zz': no adapter of this name; given: 'a'"),
+        ([], [{"lora": "zz"}], "given: none"),
+        (["--max-loras", "2"], [{}], "--max-loras: no effect without --lora"),
+        (["--lora", found.paths["a"]], [{}], "write NAME=DIR"),
+        (["--lora", "=x"], [{}], "--lora =x: write NAME=DIR"),
+    ):
+        code, texts, said = run(prompts, *options)
+        assert code == 2 and not texts and reason in said, said
+
+
 def test_recorded_and_overlapped_steps(sets: Any) -> None:
     """On a device that records decode steps: steps with an adapter run kernel by kernel, others from their records."""
     found = sets("llama")
@@ -278,17 +323,26 @@ def changed(source: str, path: Path, tensors: Any = None, **config: Any) -> str:
 
 
 KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
-CONFIGS = [
+CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora=True is not supported"), ({"bias": "all"}, "bias='all'"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "peft_type='IA3'"),
     ({"lora_bias": True}, "lora_bias"), ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     ({"target_parameters": ["x"]}, "target_parameters"), ({"something_new": 3}, "something_new=3"),
-    ({"r": 5}, "rank is 5"), ({"lora_alpha": -1}, "must be positive"), 
+    ({"r": 5}, "rank is 5"), ({"lora_alpha": -1}, "lora_alpha=-1: must be a positive number"),
+    ({"r": "four"}, ": r='four': must be"),
     ({"rank_pattern": {"q_proj(": 3}}, "regular expr"),
+    ({"alpha_pattern": {"up_proj": "x"}}, r"alpha_pattern\['up_proj'\]='x'"),
+    ({"rank_pattern": {"c_attn": 3}}, "rank_pattern: 'c_attn' matches none of the adapter's modules"),
+    ({"alpha_pattern": {"layers.7.q_proj": 3}}, "alpha_pattern: 'layers.7.q_proj' matches none"),
+    ({"target_modules": ["q_proj"]}, r"target_modules=\['q_proj'\] does not name .*layers.0.mlp.down_proj"),
+    ({"target_modules": r".*\.self_attn\.\w+"}, "does not name .*mlp.down_proj"),
+    ({"target_modules": 3}, "target_modules=3: must be"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "reason"), CONFIGS, ids=[next(iter(c)) for c, _ in CONFIGS])
+@pytest.mark.parametrize(
+    ("config", "reason"), CONFIGS, ids=[f"{next(iter(c))}-{i}" for i, (c, _) in enumerate(CONFIGS)]
+)
 def test_keys_that_would_change_the_mathematics(config: Any, reason: str, sets: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):
         read_adapter(changed(sets("llama").paths["a"], tmp_path / "x", **config))
@@ -298,18 +352,20 @@ def test_tensors_that_do_not_fit(llama: Any, tmp_path: Path) -> None:
     found, llm = llama
     q_a, q_b = KEY.format("A"), KEY.format("B")
 
-    def refused(change: Any, reason: str) -> None:
+    def refused(change: Any, reason: str, **config: Any) -> None:
         with pytest.raises(ModelError, match=reason):
-            llm.load_lora("x", changed(found.paths["a"], tmp_path / "x", change))
+            llm.load_lora("x", changed(found.paths["a"], tmp_path / "x", change, **config))
         assert [a.name for a in llm.loras()] == ["a", "b"]
 
+    for number in (float("nan"), float("-inf")):
+        refused(lambda w, number=number: w[q_b].view(-1)[3:4].fill_(number), f"{q_b} holds NaN or infinity")
     refused(lambda w: w.pop(q_b), "has lora_A but not the other half")
     refused(lambda w: w.update({q_a: torch.zeros(4, 63)}), "lora_A reads 63 numbers, the layer 64")
     refused(lambda w: w.update({q_b: torch.zeros(62, 4)}), "belongs to another model")
     refused(lambda w: w.update({"base_model.model.lm_head.lora_magnitude_vector": torch.zeros(3)}), "no DoRA")
     head = "base_model.model.lm_head.lora_{}.weight"
     refused(lambda w: w.update({head.format("A"): torch.zeros(4, 64), head.format("B"): torch.zeros(320, 4)}),
-            "module lm_head is no product of this model")  # fmt: skip
+            "module lm_head is no product of this model", target_modules=[*LINEARS, "lm_head"])  # fmt: skip
     deep = "base_model.model.model.layers.9.mlp.up_proj.lora_{}.weight"
     refused(lambda w: w.update({deep.format("A"): torch.zeros(4, 64), deep.format("B"): torch.zeros(112, 4)}),
             "layers.9.mlp.up_proj is no product")  # fmt: skip

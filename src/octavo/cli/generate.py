@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.loading import only_adapter
+from octavo.cli.loading import adapted
 from octavo.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -24,7 +24,7 @@ from octavo.cli.terminal import bold, dim, notice
 from octavo.core.reasons import report_text
 from octavo.errors import PromptError
 from octavo.inspect.explain import cache_report_as_json
-from octavo.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+from octavo.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput, StreamDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             f"--lora: {len(args.lora)} adapters, and no prompt says which: give one, or a --prompts-file with lines "
             'like {"prompt": "…", "lora": "NAME"}'
         )
+    prompts = adapted(prompts, args)
     if args.stream and (len(prompts) > 1 or (isinstance(params, SamplingParams) and params.n > 1 and not args.json)):
         raise PromptError(
             f"--stream shows one text as it comes, not {len(prompts)} prompts with n={args.n or 1}; "
@@ -112,14 +113,15 @@ def answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Sampl
     """Answer all prompts on a loaded engine and print."""
     from octavo.cli.blocks import BlockWatch
 
+    failures: list[str] = []
     begin = time.perf_counter()
     if not args.show_blocks:
-        tokens, show = _answer(llm, args, prompts, params)
+        tokens, show = _answer(llm, args, prompts, params, failures)
         show()
     else:
         # A live display owns the terminal: nothing else may be printed before it has gone.
         with BlockWatch(llm, live=not args.stream) as watch:
-            tokens, show = _answer(llm, args, prompts, params)
+            tokens, show = _answer(llm, args, prompts, params, failures)
         show()
         if args.json:
             print(json.dumps({"blocks": watch.lines()}, ensure_ascii=False))
@@ -128,7 +130,9 @@ def answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Sampl
     seconds = time.perf_counter() - begin
     if sys.stderr.isatty():
         notice(f"{tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f} tok/s)")
-    return 0
+    for failure in failures:
+        print(f"octavo: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def read_prompts(args: argparse.Namespace) -> list[Any]:
@@ -186,15 +190,33 @@ def _params(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
     return BeamSearchParams(beam_width=args.beam_width, **options)
 
 
-def _answer(llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any) -> tuple[int, Callable[[], None]]:
-    """The number of tokens drawn, and what prints the answers (a stream has printed its own by then)."""
+def _failure(prompt: int, sample: CompletionOutput | StreamDelta) -> list[str]:
+    """What to say of a sample that an error ended; nothing of any other."""
+    if sample.finish_reason != "error":
+        return []
+    return [f"prompt {prompt}, sample {sample.index} failed: {sample.stop_reason or 'no reason was given'}"]
+
+
+def _answer(
+    llm: LLM, args: argparse.Namespace, prompts: list[Any], params: Any, failures: list[str]
+) -> tuple[int, Callable[[], None]]:
+    """The number of tokens drawn, and what prints the answers (a stream has printed its own by then).
+
+    failures receives a line for each sample that an error ended.
+    """
     if isinstance(params, BeamSearchParams):
-        found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks, lora=only_adapter(llm))
+        found = llm.beam_search(prompts, params, use_tqdm=not args.show_blocks)
+        failures += [
+            f"prompt {number}: the beam search failed; sampling it (without --beam-width) gives the reason"
+            for number, b in enumerate(found)
+            if any(s.finish_reason == "error" for s in b.sequences)
+        ]
         return sum(len(s.token_ids) for b in found for s in b.sequences), partial(_print_all, found, args)
     if args.stream:
-        return _stream(llm, prompts[0], params, args), lambda: None
+        return _stream(llm, prompts[0], params, args, failures), lambda: None
     # The block display and the progress bar would draw over each other.
-    outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks, lora=only_adapter(llm))
+    outputs = llm.generate(prompts, params, use_tqdm=not args.show_blocks)
+    failures += [line for number, o in enumerate(outputs) for s in o.outputs for line in _failure(number, s)]
     return sum(len(s.token_ids) for o in outputs for s in o.outputs), partial(_print_all, outputs, args)
 
 
@@ -207,12 +229,13 @@ def _print_all(outputs: Sequence[RequestOutput | BeamSearchOutput], args: argpar
             _print_output(output, shown_number, args.json, args.explain_cache)
 
 
-def _stream(llm: LLM, prompt: Any, params: SamplingParams, args: argparse.Namespace) -> int:
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, args: argparse.Namespace, failures: list[str]) -> int:
     tokens, request_id = 0, ""
-    with llm.stream(prompt, params, lora=only_adapter(llm)) as deltas:
+    with llm.stream(prompt, params) as deltas:
         for delta in deltas:
             tokens += len(delta.token_ids)
             request_id = delta.request_id
+            failures += _failure(0, delta)
             if args.json:
                 print(json.dumps(asdict(delta), ensure_ascii=False), flush=True)
             else:
@@ -239,7 +262,7 @@ def _print_output(output: RequestOutput, number: int | None, as_json: bool, expl
     for sample in output.outputs:
         several = len(output.outputs) > 1
         print((dim(f"[{sample.index}] ") if several else "") + sample.text)
-        if sample.finish_reason not in ("stop", "length"):
+        if sample.finish_reason not in ("stop", "length", "error"):  # errors are listed at the end
             notice(f"sample {sample.index} ended early: {sample.finish_reason}")
     if explain:
         print(dim(f"cache: {report_text(output.cache_report, prompt_tokens)}"))

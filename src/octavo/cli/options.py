@@ -179,6 +179,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in ENGINE_SETTINGS if getattr(args, name) is not None}
     if "lora" in given:
         pairs = [text.partition("=")[::2] for text in given["lora"]]
+        for text, (name, path) in zip(given["lora"], pairs, strict=True):
+            if not name.strip() or not path:
+                raise ConfigError(f"--lora {text}: write NAME=DIR, such as --lora poet=adapters/poet")
         if len(dict(pairs)) < len(pairs):
             raise ConfigError("--lora: a name is given twice")
         given["lora"] = dict(pairs)

@@ -71,9 +71,10 @@ def read_adapter(path: str | Path) -> AdapterFiles:
     where = str(directory / CONFIG)
     _check(config, where)
     halves = _halves(directory / WEIGHTS)
-    modules = {name: _pair(name, found, config, where) for name, found in sorted(halves.items())}
-    if not modules:
+    if not halves:
         raise ModelError(f"{directory / WEIGHTS}: no lora_A and lora_B in it")
+    _check_patterns(config, sorted(halves), where)
+    modules = {name: _pair(name, found, config, where) for name, found in sorted(halves.items())}
     return AdapterFiles(directory, _key(modules), modules)
 
 
@@ -110,6 +111,11 @@ def _halves(path: Path) -> dict[str, dict[str, torch.Tensor]]:
                     raise ModelError(
                         f"{path}: {name} is {list(tensor.shape)} of {tensor.dtype}; a float matrix is needed"
                     )
+                if not bool(torch.isfinite(tensor.float()).all()):
+                    raise ModelError(
+                        f"{path}: {name} holds NaN or infinity; the training diverged or the file is damaged: take "
+                        "another checkpoint"
+                    )
                 found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = tensor
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: broken or truncated safetensors file: {error}") from error
@@ -120,8 +126,8 @@ def _pair(name: str, found: Mapping[str, torch.Tensor], config: Mapping[str, Any
     if set(found) != {"A", "B"}:
         raise ModelError(f"{where}: {name} has lora_{next(iter(found))} but not the other half")
     a, b = found["A"].float(), found["B"].float()
-    rank = _of_pattern(config, "rank_pattern", name, config.get("r", 8), where)
-    alpha = _of_pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8), where)
+    rank = _of_pattern(config, "r", "rank_pattern", name, where)
+    alpha = _of_pattern(config, "lora_alpha", "alpha_pattern", name, where)
     if a.shape[0] != rank or b.shape[1] != rank:
         raise ModelError(
             f"{where}: {name}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, but the rank is {rank}"
@@ -129,20 +135,63 @@ def _pair(name: str, found: Mapping[str, torch.Tensor], config: Mapping[str, Any
     return LowRank(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _of_pattern(config: Mapping[str, Any], key: str, name: str, default: Any, where: str) -> float:
-    """The value for a module: of the first pattern that its name ends with, as peft matches them."""
-    value = default
-    for pattern, given in (config.get(key) or {}).items():
-        try:
-            matches = re.match(rf"(.*\.)?({pattern})$", name)
-        except re.error as error:
-            raise ModelError(f"{where}: {key}: {pattern!r} is no regular expression: {error}") from error
-        if matches:
-            value = given
+def _of_pattern(config: Mapping[str, Any], key: str, patterns: str, name: str, where: str) -> float:
+    """The value for a module: of the first of `patterns` that it ends with, as peft matches them, else of `key`."""
+    said, value = key, config.get(key, 8)
+    for pattern, given in (config.get(patterns) or {}).items():
+        if _matches(pattern, name):
+            said, value = f"{patterns}[{pattern!r}]", given
             break
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ModelError(f"{where}: {key if value is not default else 'r or lora_alpha'}={value!r}: must be positive")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{where}: {said}={value!r}: must be a positive number")
     return value
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def _check_patterns(config: Mapping[str, Any], names: list[str], where: str) -> None:
+    """What the configuration says about modules must be true of the tensors: else one of the two is from elsewhere."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ModelError(f"{where}: {key}={patterns!r}: must map patterns to numbers")
+        for pattern in patterns:
+            try:
+                used = any(_matches(pattern, name) for name in names)
+            except re.error as error:
+                raise ModelError(f"{where}: {key}: {pattern!r} is no regular expression: {error}") from error
+            if not used:
+                raise ModelError(
+                    f"{where}: {key}: {pattern!r} matches none of the adapter's modules ({_ends(names)}); mend or "
+                    "remove it"
+                )
+    targets = config.get("target_modules")
+    strange = [name for name in names if not _targeted(targets, name, where)]
+    if strange:
+        raise ModelError(
+            f"{where}: target_modules={targets!r} does not name {strange[0]}, but {WEIGHTS} has tensors for it "
+            f"({len(strange)} such modules); the two files do not belong together"
+        )
+
+
+def _targeted(targets: Any, name: str, where: str) -> bool:
+    """Does target_modules take the module in? A list of names or their ends; a regular expression; nothing said."""
+    if targets is None or targets == "all-linear" or targets == []:
+        return True
+    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        return any(name == target or name.endswith("." + target) for target in targets)
+    if not isinstance(targets, str):
+        raise ModelError(f"{where}: target_modules={targets!r}: must be a list of names, or one regular expression")
+    try:
+        return re.fullmatch(targets, name) is not None
+    except re.error as error:
+        raise ModelError(f"{where}: target_modules={targets!r} is no regular expression: {error}") from error
+
+
+def _ends(names: list[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def _key(modules: Mapping[str, LowRank]) -> str:
