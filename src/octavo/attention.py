@@ -39,7 +39,7 @@ from octavo.paged.batch import attention_batch, slots_of
 from octavo.paged.read import BlockReader
 from octavo.paged.requests import BlockIds, PagedRequests, PagedStats
 from octavo.paged.rows import Rows, check_tokens, pairs_of, plainly, rows_of
-from octavo.paged.spec import attention_spec
+from octavo.paged.spec import at_least_one, attention_spec, check_backend, float_dtype, pool_device
 from octavo.runner.kv_store import KVStore
 
 __all__ = ["PagedAttention", "PagedStats", "RequestId"]
@@ -59,8 +59,8 @@ class PagedAttention(PagedRequests):
         differ from layer to layer: of the layers of one group, see `num_groups`).
     num_layers : int
         Layers of one step; their keys and values lie side by side in a block and share its table.
-    dtype, device : torch.dtype, torch.device or str
-        Of keys and values in the pool. None: torch's default dtype.
+    dtype, device : torch.dtype or str, torch.device or str
+        Of keys and values in the pool; names as in the engine's settings. None: torch's default dtype.
     scale : float
         Factor on query · key; None: head_dim ** -0.5.
     sliding_window : int or sequence of (int or None)
@@ -86,7 +86,7 @@ class PagedAttention(PagedRequests):
         block_size: int = 16,
         num_blocks: int = 1024,
         num_layers: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         *,
         scale: float | None = None,
@@ -95,7 +95,8 @@ class PagedAttention(PagedRequests):
         kv_cache_dtype: str = "auto",
         backend: str = "auto",
     ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        number_type, where = float_dtype(dtype), pool_device(device)
+        check_backend(backend)
         spec = attention_spec(
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
@@ -105,18 +106,14 @@ class PagedAttention(PagedRequests):
             sliding_window=sliding_window,
             softcap=softcap,
         )
-        for name, number in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if not isinstance(number, int) or number < 1:
-                raise ConfigError(f"{name}={number!r}: must be a whole number of at least 1")
-        if not dtype.is_floating_point:
-            raise ConfigError(f"dtype={dtype}: keys and values are floats; kv_cache_dtype quantises them")
-        check_kv_dtype(kv_cache_dtype, torch.device(device).type, head_dim)
+        block_size, num_blocks = at_least_one("block_size", block_size), at_least_one("num_blocks", num_blocks)
+        check_kv_dtype(kv_cache_dtype, where.kind, spec.head_dim)
         row = kv_bytes_per_token_layer(
-            kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=head_dim, itemsize=dtype.itemsize
+            kv_cache_dtype, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, itemsize=number_type.itemsize
         )
         layout = build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=row, kv_dtype=kv_cache_dtype)
         with plainly():
-            self._store = KVStore.allocate(layout, spec, num_blocks, dtype=dtype, device=device)
+            self._store = KVStore.allocate(layout, spec, num_blocks, dtype=number_type, device=where.torch)
         super().__init__(layout, num_blocks, self._store.cache.kv.device)
         self._spec = spec
         try:

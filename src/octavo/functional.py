@@ -20,18 +20,22 @@ a common mistake and wrong as soon as a context has two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from octavo.core.kv_layout import build_layout
-from octavo.errors import RequestError
+from octavo.core.whole_numbers import whole, wholes
+from octavo.errors import ConfigError, RequestError
 from octavo.kernels import reference
-from octavo.kernels.interface import AttentionBatch, KVCache, make_backend
+from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache, make_backend
+from octavo.models.spec import ModelSpec
 from octavo.paged.rows import check_no_gradient, rows_of
-from octavo.paged.spec import attention_spec
+from octavo.paged.spec import at_least_one, attention_spec, check_backend
 
 LAYOUTS = ("tokens", "engine")
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def paged_attention(
@@ -81,10 +85,13 @@ def paged_attention(
     ------
     RequestError
         Shapes, block ids or lengths that do not fit together.
+    ConfigError
+        A backend that cannot be used here; a block size, scale, window or cap that cannot be.
     """
+    block_size = at_least_one("block_size", block_size)
     _check_pool(kv_blocks, block_size, layout)
-    check_no_gradient("query", query)
-    contexts = [int(n) for n in context_lens]
+    _check_floats("query", query)
+    contexts = wholes("context_lens", context_lens)
     rows = rows_of(query, len(contexts), query_lens, ())
     if min((c - n for c, n in zip(contexts, rows.counts, strict=True)), default=0) < 0:
         raise RequestError(f"context_lens={contexts} do not include the {list(rows.counts)} tokens of the query")
@@ -93,8 +100,7 @@ def paged_attention(
         kv_blocks, table = _rearranged(kv_blocks, table)
     pool = kv_blocks if kv_blocks.is_contiguous() else kv_blocks.contiguous()
     num_layers = pool.shape[1]
-    if not 0 <= layer < num_layers:
-        raise RequestError(f"layer={layer}: a block of this pool holds {num_layers}, from 0")
+    layer = _layer_of(layer, num_layers)
     if query.shape[-1] != pool.shape[-1] or query.device != pool.device:
         raise RequestError(
             f"query of shape {tuple(query.shape)} on {query.device} and a pool of head_dim {pool.shape[-1]} on "
@@ -104,9 +110,10 @@ def paged_attention(
         num_heads=query.shape[-2], num_kv_heads=pool.shape[3], head_dim=pool.shape[-1], num_layers=num_layers,
         scale=scale, sliding_window=sliding_window, softcap=softcap,
     )  # fmt: skip
-    kernels = make_backend(
-        backend, KVCache(pool, build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=1)), spec
-    )
+    check_backend(backend)
+    if not contexts:
+        return torch.empty_like(query)
+    kernels = _kernels(backend, pool, spec, block_size)
     kernels.plan(_batch(rows.counts, contexts, table, block_size))
     return rows.unpack(kernels.attend(layer, rows.pack(query)))
 
@@ -132,8 +139,9 @@ def slot_mapping(
     int64 Tensor [T]
         Row after row.
     """
-    contexts = [int(n) for n in context_lens]
-    counts = [1] * len(contexts) if query_lens is None else [int(n) for n in query_lens]
+    block_size = at_least_one("block_size", block_size)
+    contexts = wholes("context_lens", context_lens)
+    counts = [1] * len(contexts) if query_lens is None else wholes("query_lens", query_lens)
     if len(counts) != len(contexts) or any(not 0 <= n <= c for n, c in zip(counts, contexts, strict=True)):
         raise RequestError(f"query_lens={counts} do not fit context_lens={contexts}")
     table = _check_tables(block_tables, contexts, counts, block_size, 1, None)
@@ -162,14 +170,21 @@ def write_kv(
         Of the layers that lie in a block (the engine's layout).
     """
     heads, size, layers = _check_pool(kv_blocks, None, layout)
+    _check_floats("key", key)
+    _check_floats("value", value)
+    _check_ints("slots", slots)
     shape = (slots.numel(), heads, kv_blocks.shape[-1])
     if tuple(key.shape) != shape or tuple(value.shape) != shape or slots.dim() != 1:
         raise RequestError(
             f"key {tuple(key.shape)}, value {tuple(value.shape)} and {tuple(slots.shape)} slots: needed are "
             f"[T, {heads}, {shape[2]}] twice and [T]"
         )
-    if not 0 <= layer < layers:
-        raise RequestError(f"layer={layer}: a block of this pool holds {layers}, from 0")
+    if not key.device == value.device == slots.device == kv_blocks.device:
+        raise RequestError(
+            f"key is on {key.device}, value on {value.device}, slots on {slots.device}, the pool on "
+            f"{kv_blocks.device}: one device is needed"
+        )
+    layer = _layer_of(layer, layers)
     kept = slots >= 0
     places = slots[kept].long()
     if places.numel() and int(places.max()) >= kv_blocks.shape[0] * size:
@@ -190,15 +205,61 @@ def copy_blocks(kv_blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> No
 
     What copy-on-write comes down to. kv_blocks: any tensor whose first dimension counts blocks.
     """
+    _check_tensor("kv_blocks", kv_blocks)
+    check_no_gradient("kv_blocks", kv_blocks)
+    if kv_blocks.dim() == 0:
+        raise RequestError("kv_blocks has no dimension: the first one counts blocks")
     limit = kv_blocks.shape[0]
-    for pair in pairs:
-        if len(pair) != 2 or not all(0 <= block < limit for block in pair):
+    listed: Any = pairs.tolist() if hasattr(pairs, "tolist") else pairs
+    if isinstance(listed, str | bytes | dict) or not isinstance(listed, Iterable):
+        raise RequestError(f"pairs={pairs!r}: must be a list of (source, destination)")
+    copies = []
+    for pair in listed:
+        two = wholes("pair", pair) if hasattr(pair, "__len__") and len(pair) == 2 else []
+        if not two or not all(0 <= block < limit for block in two):
             raise RequestError(f"{pair!r} is not a (source, destination) of blocks 0 to {limit - 1}")
-    reference.copy_blocks(kv_blocks, [(int(source), int(destination)) for source, destination in pairs])
+        copies.append((two[0], two[1]))
+    reference.copy_blocks(kv_blocks, copies)
+
+
+def _kernels(backend: str, pool: torch.Tensor, spec: ModelSpec, block_size: int) -> AttentionBackend:
+    layout = build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=1)
+    try:
+        return make_backend(backend, KVCache(pool, layout), spec)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("attention_backend=", "backend=")) from None
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise RequestError(f"{name} is a {type(x).__name__}: a torch.Tensor is needed")
+
+
+def _check_floats(name: str, x: Any) -> None:
+    _check_tensor(name, x)
+    if not x.is_floating_point():
+        raise RequestError(f"{name} is {x.dtype}: a float type is needed")
+    check_no_gradient(name, x)
+
+
+def _check_ints(name: str, x: Any) -> None:
+    """Bools and floats would be taken for masks and rounded."""
+    _check_tensor(name, x)
+    if x.dtype not in INTS:
+        raise RequestError(f"{name} is {x.dtype}: an int type is needed")
+
+
+def _layer_of(layer: int, num_layers: int) -> int:
+    layer = whole("layer", layer)
+    if not 0 <= layer < num_layers:
+        raise RequestError(f"layer={layer}: a block of this pool holds {num_layers}, from 0")
+    return layer
 
 
 def _check_pool(kv_blocks: torch.Tensor, block_size: int | None, layout: str | None) -> tuple[int, int, int]:
     """(num_kv_heads, block_size, layers of a block); `RequestError` if the shape is neither layout."""
+    _check_tensor("kv_blocks", kv_blocks)
+    check_no_gradient("kv_blocks", kv_blocks)
     shape = tuple(kv_blocks.shape)
     if layout is not None and layout not in LAYOUTS:
         raise RequestError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
@@ -228,7 +289,8 @@ def _check_tables(
     num_blocks: int | None,
 ) -> torch.Tensor:
     """int64 [B, M], with 0 where an entry is never read. window: what the first new token sees of the past."""
-    if block_tables.dim() != 2 or block_tables.shape[0] != len(contexts) or block_tables.is_floating_point():
+    _check_ints("block_tables", block_tables)
+    if block_tables.dim() != 2 or block_tables.shape[0] != len(contexts):
         raise RequestError(f"block_tables of shape {tuple(block_tables.shape)}: [{len(contexts)}, M] ints are needed")
     if max(contexts, default=0) > block_tables.shape[1] * block_size:
         raise RequestError(
@@ -236,8 +298,8 @@ def _check_tables(
             f"{block_tables.shape[1]}"
         )
     device = block_tables.device
-    end = torch.tensor(contexts, device=device)[:, None]
-    start = end - torch.tensor(counts, device=device)[:, None]
+    end = torch.tensor(contexts, dtype=torch.int64, device=device)[:, None]
+    start = end - torch.tensor(counts, dtype=torch.int64, device=device)[:, None]
     first = (start - window + 1).clamp_min(0) // block_size if window is not None else torch.zeros_like(start)
     logical = torch.arange(block_tables.shape[1], device=device)
     read = (logical >= first) & (logical * block_size < end)
@@ -245,7 +307,8 @@ def _check_tables(
     bad = read & ((table < 0) | (table >= (2**31 if num_blocks is None else num_blocks)))
     if bool(bad.any()):
         row, at = bad.nonzero()[0].tolist()
-        raise RequestError(f"block_tables[{row}, {at}] is {int(table[row, at])}: blocks 0 to {num_blocks} are there")
+        there = "a block id is 0 or more" if num_blocks is None else f"blocks 0 to {num_blocks - 1} are there"
+        raise RequestError(f"block_tables[{row}, {at}] is {int(table[row, at])}: {there}")
     return torch.where(read, table, 0)
 
 

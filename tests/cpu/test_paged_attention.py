@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -333,11 +334,40 @@ def test_a_step_that_fails_in_its_kernels_is_forgotten(monkeypatch: pytest.Monke
         ({"dtype": torch.int8}, "kv_cache_dtype quantises"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype='int3'"),
         ({"num_blocks": 10**12}, "Lower num_blocks"),
+        ({"num_blocks": True}, "num_blocks=True: must be a whole number"),
+        ({"block_size": 4.0}, "block_size=4.0: must be a whole number"),
+        ({"num_heads": "4"}, "num_heads='4': must be a whole number"),
+        ({"sliding_window": 4.5}, "sliding_window=4.5"),
+        ({"sliding_window": True}, "sliding_window=True"),
+        ({"scale": float("nan")}, "scale=nan: must be a number above 0, or None"),
+        ({"scale": 0}, "scale=0: "),
+        ({"scale": -1.0}, "scale=-1.0: "),
+        ({"softcap": float("inf")}, "softcap=inf: "),
+        ({"dtype": "foo"}, "dtype='foo': must be one of float32, bfloat16, float16"),
+        ({"dtype": "bf16"}, "dtype='bf16': must be one of"),
+        ({"dtype": 32}, "dtype=32: must be one of"),
+        ({"dtype": torch.float8_e4m3fn}, "16 bits or more; kv_cache_dtype quantises"),
+        ({"device": "xyz"}, "device='xyz': must be auto, cpu, cuda or npu"),
+        ({"device": None}, "device=None: must be a torch.device or a name"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         attention(**wrong)
+
+
+def test_names_and_numpy_numbers_are_settings_too() -> None:
+    attn = attention(dtype="bfloat16", num_blocks=np.int64(8), block_size=np.int32(4), device=torch.device("cpu", 0))
+    assert attn.kv_blocks.dtype == torch.bfloat16 and attn.kv_blocks.shape[0] == 8
+    attn.allocate(1, 3)
+    assert attn.forward(*(x.bfloat16() for x in tokens(3, 1)), request_ids=[1]).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or find_spec("torch_npu") is not None, reason="there is such a device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "npu"])
+def test_a_device_that_is_not_there_is_an_error_of_settings(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='{device[:3]}.*use device='cpu'"):
+        attention(device=device)
 
 
 def test_modes_of_torch_do_not_matter_and_gradients_are_refused() -> None:
@@ -476,6 +506,76 @@ def test_functions_refuse_what_does_not_fit() -> None:
             call()
     octavo.write_kv(kv, key, value, torch.tensor([3, -1]))  # -1 is padding
     assert torch.equal(kv[0, 0, 3], key[0]) and kv.count_nonzero() == 2 * KV_HEADS * DIM
+
+
+def test_functions_refuse_types_that_do_not_fit() -> None:
+    query, key, value = tokens(2, 1)
+    kv = torch.zeros(4, 2, 8, KV_HEADS, DIM)
+    tables, contexts, slots = torch.tensor([[0, 1], [2, 3]]), torch.tensor([9, 8]), torch.tensor([3, 4])
+
+    def bad(value: Any) -> Any:
+        return value
+
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("slots is torch.float32: an int type", lambda: octavo.write_kv(kv, key, value, slots.float())),
+        ("slots is torch.bool", lambda: octavo.write_kv(kv, key, value, slots > 0)),
+        ("slots is a list", lambda: octavo.write_kv(kv, key, value, bad([3, 4]))),
+        ("key is torch.complex64: a float", lambda: octavo.write_kv(kv, key.to(torch.complex64), value, slots)),
+        ("value is torch.int64", lambda: octavo.write_kv(kv, key, value.long(), slots)),
+        ("layer=0.5", lambda: octavo.write_kv(kv, key, value, slots, layer=bad(0.5))),
+        ("query is a list", lambda: octavo.paged_attention(bad([1]), kv, tables, contexts, 8)),
+        ("query is torch.int64", lambda: octavo.paged_attention(query.long(), kv, tables, contexts, 8)),
+        ("kv_blocks is a list", lambda: octavo.paged_attention(query, bad([]), tables, contexts, 8)),
+        ("block_tables is torch.bool", lambda: octavo.paged_attention(query, kv, tables > 0, contexts, 8)),
+        ("block_tables is a list", lambda: octavo.slot_mapping(bad([[0]]), [1], 8)),
+        (r"context_lens\[0\]=8.7", lambda: octavo.paged_attention(query, kv, tables, bad([8.7, 7]), 8)),
+        (r"query_lens\[0\]=1.0",
+         lambda: octavo.paged_attention(query, kv, tables, contexts, 8, query_lens=bad([1.0, 1]))),
+        ("block_size=0: ", lambda: octavo.slot_mapping(tables, contexts, 0)),
+        ("block_size=True", lambda: octavo.paged_attention(query, kv, tables, contexts, True)),
+        (r"block_tables\[1, 0\] is 4: blocks 0 to 3 are",
+         lambda: octavo.paged_attention(query, kv, tables + 2, [7, 8], 8)),
+        (r"block_tables\[0, 1\] is -1: a block id is 0 or more",
+         lambda: octavo.slot_mapping(torch.tensor([[0, -1]]), [9], 8)),
+        ("1 is not a .source, destination", lambda: octavo.copy_blocks(kv, bad((1, 2)))),
+        (r"pair\[0\]=0.0: must be a whole", lambda: octavo.copy_blocks(kv, [bad((0.0, 1))])),
+        ("pairs=3", lambda: octavo.copy_blocks(kv, bad(3))),
+        ("^backend='fastest'", lambda: octavo.paged_attention(query, kv, tables, contexts, 8, backend="fastest")),
+        ("scale=0", lambda: octavo.paged_attention(query, kv, tables, contexts, 8, scale=0)),
+    ]  # fmt: skip
+    for message, call in cases:
+        with pytest.raises((RequestError, ConfigError), match=message):
+            call()
+    assert not kv.any()
+    with pytest.raises(ConfigError, match="^backend='ascend' (cannot be used|calls)"):
+        octavo.paged_attention(query, kv, tables, contexts, 8, backend="ascend")
+    octavo.copy_blocks(kv, np.array([[0, 1]]))  # type: ignore[arg-type]
+
+
+def test_functions_do_nothing_for_an_empty_batch() -> None:
+    kv, tables = torch.zeros(4, 2, 8, KV_HEADS, DIM), torch.zeros(0, 2, dtype=torch.int32)
+    assert octavo.paged_attention(torch.zeros(0, HEADS, DIM), kv, tables, [], 8).shape == (0, HEADS, DIM)
+    slots = octavo.slot_mapping(tables, [], 8)
+    octavo.write_kv(kv, torch.zeros(0, KV_HEADS, DIM), torch.zeros(0, KV_HEADS, DIM), slots)
+    octavo.copy_blocks(kv, [])
+
+
+def test_the_functions_have_no_gradient() -> None:
+    query, key, value = tokens(1, 1)
+    kv, tables, slots = torch.zeros(2, 2, 8, KV_HEADS, DIM), torch.tensor([[0]]), torch.tensor([0])
+    trained = torch.nn.Linear(DIM, DIM)(key)
+    for call in (
+        lambda: octavo.write_kv(kv, trained, value, slots),
+        lambda: octavo.write_kv(kv, key, trained, slots),
+        lambda: octavo.paged_attention(query, kv.clone().requires_grad_(), tables, [1], 8),
+        lambda: octavo.copy_blocks(kv.clone().requires_grad_(), [(0, 1)]),
+    ):
+        with pytest.raises(RequestError, match="requires a gradient, and paged attention has none: call it under"):
+            call()
+    assert not kv.requires_grad and not kv.any()
+    with torch.no_grad():
+        octavo.write_kv(kv, trained, value, slots)
+    assert not kv.requires_grad and torch.equal(kv[0, 0, 0], trained[0])
 
 
 # -- threads -------------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def test_sinks_are_gathered_for_and_refused_in_place() -> None:
 
 def test_a_full_pool_says_what_is_needed_and_the_cache_goes_on(llama: Any) -> None:
     cache = paged(llama, max_tokens=None, num_blocks=6)
-    with pytest.raises(CapacityError, match=r"1 blocks are needed, 0 of 6 are free; held: request 0 with 6 blocks"):
+    with pytest.raises(CapacityError, match=r"1 block is needed, 0 of 6 are free; held: request 0 with 6 blocks"):
         generate(llama, prompt(1, 20), cache, ATTENTION, do_sample=False, max_new_tokens=9)
     cache.pool.attention.audit()
     assert cache.get_seq_length() == 24  # every pass before it counts
@@ -369,6 +369,39 @@ def test_padding_behind_tokens_is_refused_in_place(llama: Any) -> None:
     assert torch.equal(generate(llama, ids, paged(llama), attention_mask=mask, do_sample=False), expected)
     with pytest.raises(RequestError, match="ends with padding in row 1.*Pad on the left.*or set eager or sdpa"):
         generate(llama, ids, paged(llama), ATTENTION, attention_mask=mask, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0: must be a whole number of at least 1"),
+        ({"max_tokens": -4}, "max_tokens=-4"),
+        ({"max_tokens": 32.5}, "max_tokens=32.5"),
+        ({"max_tokens": None, "num_blocks": True}, "num_blocks=True"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"kv_cache_dtype": "foo"}, "kv_cache_dtype='foo'"),
+        ({"dtype": "foo"}, "dtype='foo'"),
+        ({"backend": "foo"}, "backend='foo'"),
+    ],
+)
+def test_settings_are_checked_when_the_cache_is_made(llama: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PagedCache(llama.config, **{"max_tokens": 64, **settings})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.BertConfig(), "BertConfig is an encoder: every token sees all others"),
+        (transformers.DistilBertConfig(), "DistilBertConfig is an encoder"),
+        (transformers.T5Config(), "T5Config is an encoder with a decoder.*EncoderDecoderCache"),
+        (transformers.MambaConfig(), "MambaConfig has no attention heads"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_without_a_causal_decoder_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PagedCache(config, max_tokens=64)
 
 
 def test_rows_that_only_look_alike_are_noticed(llama: Any) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,31 +88,31 @@ class AttentionBackend(Protocol):
 def make_backend(name: str, cache: KVCache, spec: ModelSpec) -> AttentionBackend:
     """`name`: one of `BACKENDS`: "native" is C++ on a CPU, "triton" for GPUs, "ascend" torch_npu's operators on an NPU.
 
-    "auto" is the fastest that is built and fits.
+    "auto" is the fastest that is built and fits. Raises `ConfigError` where the named one cannot be used.
     """
     if name not in BACKENDS:
-        raise ValueError(f"attention_backend={name!r}: must be one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"attention_backend={name!r}: must be one of {', '.join(BACKENDS)}")
     if name in ("auto", "native"):
         from octavo.kernels import cpu
 
         if cpu.supports(cache, spec):
             return cpu.NativeAttention(cache, spec)
         if name == "native":
-            raise ValueError(f"attention_backend='native' cannot be used: {cpu.why_unavailable(cache, spec)}")
+            raise ConfigError(f"attention_backend='native' cannot be used: {cpu.why_unavailable(cache, spec)}")
     if name == "triton" or (name == "auto" and cache.kv.device.type == "cuda"):
         from octavo.kernels import triton
 
         if not (reason := triton.why_unavailable(cache, spec)):
             return triton.TritonAttention(cache, spec)
         if name == "triton":
-            raise ValueError(f"attention_backend='triton' cannot be used: {reason}")
+            raise ConfigError(f"attention_backend='triton' cannot be used: {reason}")
     if name == "ascend" or (name == "auto" and cache.kv.device.type == "npu"):
         from octavo.kernels import ascend
 
         if not (reason := ascend.why_unavailable(cache, spec)):
             return ascend.AscendAttention(cache, spec)
         if name == "ascend":
-            raise ValueError(f"attention_backend='ascend' cannot be used: {reason}")
+            raise ConfigError(f"attention_backend='ascend' cannot be used: {reason}")
     from octavo.kernels.reference import ReferenceAttention
 
     return ReferenceAttention(cache, spec)

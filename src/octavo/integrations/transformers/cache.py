@@ -18,6 +18,10 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     get_layer_types_and_kwargs,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from octavo.attention import PagedStats
 from octavo.errors import ConfigError
@@ -116,7 +120,8 @@ class PagedCache(Cache):
     Raises
     ------
     ConfigError
-        A kind of layer that keeps something else (chunked or compressed attention, indexers).
+        A kind of layer that keeps something else (chunked or compressed attention, indexers); a model without a
+        decoder of its own; sizes and names that cannot be.
     CapacityError
         From a forward pass, when the pool is full: it says how many blocks are needed.
     """
@@ -128,13 +133,14 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         max_tokens: int | None = None,
         block_size: int = 16,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         kv_cache_dtype: str = "auto",
         backend: str = "auto",
         share_rows: bool = True,
         pool: PagedPool | None = None,
     ) -> None:
         decoder = config.get_text_config(decoder=True)
+        _check_decoder(config, decoder)
         types, settings = get_layer_types_and_kwargs(decoder)
         _check_types(types)
         windows = [s.get("sliding_window") for t, s in zip(types, settings, strict=True) if t in PAGED]
@@ -231,6 +237,27 @@ class PagedCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 getattr(layer, method)(*args)
+
+
+def _check_decoder(config: Any, decoder: Any) -> None:
+    """Refuse models without a causal decoder alone: their `generate` keeps something else, or there is none."""
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{name} is an encoder with a decoder, whose cache has two halves: use transformers' EncoderDecoderCache"
+        )
+    kind = getattr(decoder, "model_type", "")
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if masked or getattr(decoder, "is_decoder", True) is False:
+        raise ConfigError(
+            f"{name} is an encoder: every token sees all others, so nothing is cached. If it is meant to be a decoder, "
+            f"set config.is_decoder=True where the model knows it"
+        )
+    if getattr(decoder, "num_attention_heads", None) is None:
+        raise ConfigError(
+            f"{name} has no attention heads, so no layer keeps keys and values: nothing to page; use the model's own "
+            f"cache (DynamicCache)"
+        )
 
 
 def _check_types(types: list[str]) -> None:

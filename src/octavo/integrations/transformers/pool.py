@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from octavo.attention import PagedAttention
+from octavo.core.kv_format import parse_kv_dtype
 from octavo.errors import ConfigError
+from octavo.paged.spec import at_least_one, check_backend, float_dtype
 
 
 class PagedPool:
@@ -27,7 +29,7 @@ class PagedPool:
         num_blocks: int | None = None,
         max_tokens: int | None = None,
         block_size: int = 16,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         kv_cache_dtype: str = "auto",
         backend: str = "auto",
     ) -> None:
@@ -40,8 +42,14 @@ class PagedPool:
             raise ConfigError("this model has no attention layer that keeps keys and values: nothing to page")
         self.windows = tuple(windows)
         self._num_heads = num_heads
-        self._num_blocks, self._max_tokens, self._block_size = num_blocks, max_tokens, block_size
-        self._dtype, self._kv_cache_dtype, self._backend = dtype, kv_cache_dtype, backend
+        # Checked now: at the first forward pass the mistake is far away.
+        self._num_blocks = None if num_blocks is None else at_least_one("num_blocks", num_blocks)
+        self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
+        self._block_size = at_least_one("block_size", block_size)
+        self._dtype = None if dtype is None else float_dtype(dtype)
+        parse_kv_dtype(kv_cache_dtype)
+        check_backend(backend)
+        self._kv_cache_dtype, self._backend = kv_cache_dtype, backend
         self._attention: PagedAttention | None = None
         self._shape = (0, 0)  # (num_kv_heads, head_dim)
         self._lock = threading.Lock()
