@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import octavo
 from octavo import CapacityError, ConfigError, PagedAttention, RequestError
+from octavo.kernels.interface import make_backend
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -302,7 +303,7 @@ def test_one_is_one_block() -> None:
     attn.allocate(1, 4)
     with pytest.raises(CapacityError, match=r"^append\(1, 1\): 1 block is needed, 0 of 1 are free"):
         attn.append(1, 1)
-    with pytest.raises(CapacityError, match="^a step of 1 request and 5 tokens: 1 block is needed"):
+    with pytest.raises(CapacityError, match=r"^a step of 1 request and 5 tokens: 1 block is needed"):
         attn.forward(*tokens(5, 1), request_ids=[1])
 
 
@@ -547,9 +548,17 @@ def test_functions_refuse_types_that_do_not_fit() -> None:
         with pytest.raises((RequestError, ConfigError), match=message):
             call()
     assert not kv.any()
-    with pytest.raises(ConfigError, match="^backend='ascend' (cannot be used|calls)"):
-        octavo.paged_attention(query, kv, tables, contexts, 8, backend="ascend")
     octavo.copy_blocks(kv, np.array([[0, 1]]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["triton", "ascend"])
+def test_a_backend_that_cannot_be_used_is_an_error_of_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    attn = attention()
+    with pytest.raises(ConfigError, match=f"^attention_backend='{name}' cannot be used: "):
+        make_backend(name, attn._store.cache, attn._spec)
+    with pytest.raises(ConfigError, match=f"^backend='{name}' cannot be used: "):
+        octavo.paged_attention(tokens(1, 1)[0], attn.kv_blocks, torch.tensor([[0]]), [1], 4, backend=name)
 
 
 def test_functions_do_nothing_for_an_empty_batch() -> None:

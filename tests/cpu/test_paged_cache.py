@@ -367,7 +367,7 @@ def test_padding_behind_tokens_is_refused_in_place(llama: Any) -> None:
     mask[1, 6:] = 0
     expected = generate(llama, ids, DynamicCache(config=llama.config), attention_mask=mask, do_sample=False)
     assert torch.equal(generate(llama, ids, paged(llama), attention_mask=mask, do_sample=False), expected)
-    with pytest.raises(RequestError, match="ends with padding in row 1.*Pad on the left.*or set eager or sdpa"):
+    with pytest.raises(RequestError, match=r"ends with padding in row 1.*Pad on the left.*or set eager or sdpa"):
         generate(llama, ids, paged(llama), ATTENTION, attention_mask=mask, do_sample=False)
 
 
