@@ -237,6 +237,13 @@ def _budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype: t
     return measured_budget(config, model, layout, dtype, where, make)
 
 
+def blocks_for_longest(config: EngineConfig, layout: KVLayout, length: int) -> int:
+    """Most blocks, of all groups, that one sequence of `length` positions holds at once."""
+    if config.allocation == "paged":
+        return PagedAllocation(BlockPool(1), layout).worst_case(length - 1, length, 1)
+    return layout.blocks_for(length) * layout.num_groups
+
+
 def _facts(
     config: EngineConfig, longest: int, layout: KVLayout, budget: Budget, device: str, dtype: torch.dtype
 ) -> Facts:
@@ -245,11 +252,7 @@ def _facts(
         model_max_len=longest,
         bytes_per_block=layout.bytes_per_block,
         num_groups=layout.num_groups,
-        blocks_for_longest=lambda length: (
-            counter.worst_case(length - 1, length, 1)
-            if config.allocation == "paged"
-            else layout.blocks_for(length) * layout.num_groups
-        ),
+        blocks_for_longest=partial(blocks_for_longest, config, layout),
         longest_for_blocks=counter.longest,
         device=device,
         dtype=str(dtype).removeprefix("torch."),

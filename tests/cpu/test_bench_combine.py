@@ -64,7 +64,7 @@ def test_what_does_not_fit_says_so(model: str, tmp_path: Path, capsys: pytest.Ca
     (table,) = found["tables"].values()
     static, int8 = table
     assert static["fits"] == 0 and "rate" not in static and int8["fits"] > 0
-    assert any("static: does not fit (the KV pool is too small" in note for note in found["notes"])
+    assert any("static: does not fit: weights and one sequence need" in note for note in found["notes"])
     assert "paged, weights int8" in capsys.readouterr().out
 
 
@@ -74,12 +74,33 @@ def test_what_does_not_fit_says_so(model: str, tmp_path: Path, capsys: pytest.Ca
         (["--num-blocks", "5"], "num_blocks: cannot be given here, --memory sizes the pool"),
         (["--quantization", "int8"], "quantization: cannot be given here, it is one of the levers"),
         (["--only", "int8"], "--only int8: must be one of static, paged, paged-KV-int8"),
+        (
+            ["--lora", "a=/none", "--only", "paged", "--memory", "1600KiB", "--reserve", "128", "--prompt", "52"],
+            "lora '/none': no such directory",
+        ),
+        (
+            ["--memory", "1KiB"],
+            "1024 bytes (0.0 MiB) for weights and KV: no engine fits; the smallest (all, int4) needs ",
+        ),
         (["--reserve", "60", "--prompt", "52"], "--reserve 60: the load needs 52 + 64 positions"),
     ],
 )
 def test_refusals(words: list[str], reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "combine", "--model", model, *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_the_least_memory_is_the_least(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "paged", "--prompt", "52", "--tokens", "12", "--reserve", "128", "--requests", "2"]
+    common = ["bench", "combine", "--model", model, "--dtype", "float32", *only]
+    assert main([*common, "--memory", "1000"]) == 2
+    said = capsys.readouterr().err
+    assert "raise --memory or lower --reserve" in said
+    least = int(said.partition(" needs ")[2].split()[0])
+    assert main([*common, "--memory", str(least - 1)]) == 2
+    capsys.readouterr()
+    assert main([*common, "--memory", str(least)]) == 0
+    assert "does not fit" not in capsys.readouterr().out
 
 
 def test_static_is_the_baseline(model: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from octavo.bench.report import positive
+from octavo.bench.report import positive, positive_number
 from octavo.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def add_clock_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     """--threads, --seconds (the default given) and --cpu-time."""
     parser.add_argument("--threads", type=positive, metavar="N", help="OpenMP threads (torch's default)")
     parser.add_argument(
-        "--seconds", type=float, default=seconds, metavar="S", help=f"spent on each contender ({seconds:g})"
+        "--seconds", type=positive_number, default=seconds, metavar="S", help=f"spent on each contender ({seconds:g})"
     )
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor time instead of wall time; needs --threads 1"
@@ -25,8 +25,6 @@ def settle_clock(args: argparse.Namespace) -> Callable[[], float]:
     """Sets the threads; the clock to read, in seconds. Raises ConfigError for options that make no sense."""
     import torch
 
-    if args.seconds <= 0:
-        raise ConfigError(f"--seconds {args.seconds}: must be above 0")
     if args.cpu_time and args.threads != 1:
         raise ConfigError("--cpu-time counts one thread's work only: add --threads 1")
     if args.threads:

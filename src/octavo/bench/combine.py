@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     memory = args.memory or int(sizes.weight_bytes(itemsize) * (1 + DEFAULT_ROOM))
     settings.setdefault("block_size", 16)
     settings |= {"max_num_seqs": args.requests, "max_model_len": args.reserve, "enable_prefix_caching": False}
+    _refuse_too_little(memory, chosen, settings, sizes, itemsize)
     report = Report("combine", machine_facts())
     rows: list[dict[str, Any]] = []
     with bar(2 * len(chosen), "combine") as tick:
@@ -181,15 +182,15 @@ def _measure(
 ) -> dict[str, Any]:
     """One row. An engine whose weights leave no room for one sequence gets a row without times."""
     row: dict[str, Any] = {"name": lever.name, "fits": 0, "settings": lever.settings}
-    left = memory - weights_of(lever, sizes, itemsize)
-    block_bytes = block_bytes_of(lever, settings, sizes, itemsize)
-    try:
-        engine = drive.build(settings, **lever.settings, num_blocks=max(1, left // block_bytes))
-    except ConfigError as error:
-        report.notes.append(f"{lever.name}: does not fit ({error})")
+    least = least_memory(lever, settings, sizes, itemsize)
+    if least > memory:
+        report.notes.append(f"{lever.name}: does not fit: weights and one sequence need {mebibytes(least)}")
         tick(lever.name)
         tick(lever.name)
         return row
+    left = memory - weights_of(lever, sizes, itemsize)
+    blocks = left // block_bytes_of(lever, settings, sizes, itemsize)
+    engine = drive.build(settings, **lever.settings, num_blocks=blocks)
     try:
         if "dtype" not in report.facts or lever.name == "paged":
             report.facts.update(engine_facts(engine))
@@ -217,6 +218,30 @@ def block_bytes_of(lever: Lever, settings: dict[str, Any], sizes: StoredSizes, i
     from octavo.config import make_config
 
     return layout_for(make_config(**{**settings, **lever.settings}), sizes.spec, itemsize).bytes_per_block
+
+
+def least_memory(lever: Lever, settings: dict[str, Any], sizes: StoredSizes, itemsize: int) -> int:
+    """Bytes of an engine's weights and of one sequence of max_model_len."""
+    from octavo.builder import blocks_for_longest, layout_for
+    from octavo.config import make_config
+
+    config = make_config(**{**settings, **lever.settings})
+    layout = layout_for(config, sizes.spec, itemsize)
+    blocks = blocks_for_longest(config, layout, settings["max_model_len"])
+    return weights_of(lever, sizes, itemsize) + blocks * layout.bytes_per_block
+
+
+def _refuse_too_little(
+    memory: int, chosen: list[Lever], settings: dict[str, Any], sizes: StoredSizes, itemsize: int
+) -> None:
+    """Raise `ConfigError` if no engine fits: a table without a figure is no finding."""
+    least, name = min((least_memory(lever, settings, sizes, itemsize), lever.name) for lever in chosen)
+    if least > memory:
+        raise ConfigError(
+            f"{memory} bytes ({mebibytes(memory)}) for weights and KV: no engine fits; the smallest ({name}) needs "
+            f"{least} bytes ({mebibytes(least)}) for its weights and one sequence of {settings['max_model_len']} "
+            "positions; raise --memory or lower --reserve"
+        )
 
 
 def load_items(engine: Engine, count: int, prompt: int, output: int) -> list[Item]:

@@ -27,7 +27,7 @@ from octavo.bench.report import (
     positive,
     publish,
 )
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 
 DESCRIPTION = """\
 KV bytes at their peak: DynamicCache, StaticCache and Octavo's PagedCache under transformers' generate.
@@ -126,13 +126,30 @@ def _model(args: argparse.Namespace) -> Any:
     except ImportError as error:
         raise ConfigError("octavo bench hf-cache needs transformers: pip install 'transformers>=5.0'") from error
     if args.model:
-        return transformers.AutoModelForCausalLM.from_pretrained(args.model).eval()
+        return _checkpoint(args.model)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=args.layers,
         num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=args.prompt + args.output,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def _checkpoint(name: str) -> Any:
+    """transformers' own model of these files. Raises `ModelError` for names and files that hold none."""
+    from transformers import AutoModelForCausalLM
+
+    from octavo.models.resolve import resolve_model
+
+    files = resolve_model(name)
+    if files.kind != "directory":
+        raise ModelError(
+            f"model {name!r}: {files.path} is a GGUF file; give a directory with config.json and safetensors"
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(files.path).eval()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: transformers cannot load {files.path}: {error}") from error
 
 
 def _measure(model: Any, load: Load, args: argparse.Namespace) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from octavo.bench.report import (
     publish,
     times,
 )
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.bench.workloads import Item
@@ -36,6 +37,7 @@ examples:
   octavo bench implementations --model path/to/model --dtype float32
   octavo bench implementations --model path/to/model --lora poet=path/to/adapter --requests 8
 """
+SHORTEST_LIMIT = 32  # a request has two tokens then at the least
 COLUMNS = (
     Column("what", "what"),
     Column("seconds", "s", fixed(2)),
@@ -57,8 +59,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     drive.refuse_settings(args, ("model_impl",), "both are measured")
-    lengths = workloads.mixed_lengths(args.requests)
-    settings = drive.settings_of(args, max_model_len=max(p + o for p, o in lengths), enable_prefix_caching=False)
+    settings = drive.settings_of(args, enable_prefix_caching=False)
+    whole = workloads.mixed_lengths(args.requests)
+    lengths = shortened(whole, _limit(settings))
+    settings.setdefault("max_model_len", max(p + o for p, o in lengths))
     own = drive.build(settings, model_impl="octavo")
     engines = {"octavo": own, "transformers": drive.build(settings, model_impl="transformers", lora=None)}
     kinds: list[tuple[str, str, str | None, int]] = [(name, name, None, 1) for name in engines]
@@ -84,7 +88,37 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         row["ratio"] = row["output_rate"] / rows[0]["output_rate"]
     report.tables.append(Table(f"{len(lengths)} requests, medians of {args.repeat} runs in turns", COLUMNS, rows))
+    if lengths != whole:
+        report.notes.append(
+            f"all lengths are shortened alike, for a longest request of {max(p + o for p, o in lengths)} tokens "
+            f"instead of {max(p + o for p, o in whole)}"
+        )
     return publish(report, args)
+
+
+def shortened(lengths: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """The load for a model of `limit` positions: where a request is longer, all lengths shrink by one factor.
+
+    Raises `ConfigError` for a limit that leaves nothing to measure.
+    """
+    longest = max(p + o for p, o in lengths)
+    if longest <= limit:
+        return lengths
+    if limit < SHORTEST_LIMIT:
+        raise ConfigError(
+            f"max_model_len={limit}: too short for the load, whose longest request has {longest} tokens and can be "
+            f"shortened to {SHORTEST_LIMIT}; raise max_model_len or measure a model with more positions"
+        )
+    return [(max(1, p * limit // longest), max(1, o * limit // longest)) for p, o in lengths]
+
+
+def _limit(settings: dict[str, Any]) -> int:
+    """Positions that a request may have: the setting, else the model's own limit."""
+    from octavo.config import EngineConfig
+    from octavo.models.load import read_spec
+
+    spec = read_spec(settings.get("model", EngineConfig.model), settings.get("load_format", "auto"), "octavo")
+    return int(settings.get("max_model_len") or spec.max_position_embeddings)
 
 
 def _run(engine: Engine, items: list[Item], tick: Any) -> drive.Run:

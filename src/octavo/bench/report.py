@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -271,3 +272,14 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0, for argparse: every comparison with nan is false, so one would slip through others."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a finite number above 0")
+    return value

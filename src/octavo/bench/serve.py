@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -137,8 +138,8 @@ def _rates(
         rates = [float(part) for part in args.rates.split(",")]
     except ValueError:
         raise ConfigError(f"--rates {args.rates}: must be numbers with commas, such as 1,2,4") from None
-    if min(rates) <= 0:
-        raise ConfigError(f"--rates {args.rates}: every rate must be more than 0")
+    if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise ConfigError(f"--rates {args.rates}: every rate must be a finite number above 0")
     rows = []
     for number, rate in enumerate(rates):
         items = workloads.items_of(lengths, vocabulary, seed=args.seed + number)

@@ -14,7 +14,18 @@ from typing import Any
 
 from octavo.bench.clock import add_clock_options, settle_clock
 from octavo.bench.kernels import best_times
-from octavo.bench.report import Column, Report, Table, add_report_options, bar, fixed, machine_facts, percent, publish
+from octavo.bench.report import (
+    Column,
+    Report,
+    Table,
+    add_report_options,
+    bar,
+    fixed,
+    machine_facts,
+    percent,
+    positive,
+    publish,
+)
 from octavo.bench.report import times as ratio
 from octavo.errors import ConfigError
 
@@ -52,9 +63,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--format", choices=FORMATS[1:], action="append", help="beside bfloat16 (all)")
-    parser.add_argument("--rows", type=int, action="append", metavar="N", help=f"of activations {ROWS}")
-    parser.add_argument("--inputs", type=int, metavar="N", help="one matrix of this many inputs and --outputs")
-    parser.add_argument("--outputs", type=int, metavar="N", help="see --inputs")
+    parser.add_argument("--rows", type=positive, action="append", metavar="N", help=f"of activations {ROWS}")
+    parser.add_argument("--inputs", type=positive, metavar="N", help="one matrix of this many inputs and --outputs")
+    parser.add_argument("--outputs", type=positive, metavar="N", help="see --inputs")
     add_clock_options(parser, seconds=0.3)
     add_report_options(parser)
 
@@ -70,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(cpu.why_unavailable())
     if (args.inputs is None) != (args.outputs is None):
         raise ConfigError("--inputs and --outputs describe one matrix: give both")
-    if any(n is not None and n < 1 for n in (args.inputs, args.outputs, *(args.rows or ()))):
-        raise ConfigError("--inputs, --outputs and --rows must be at least 1")
     shapes = SHAPES if args.inputs is None else ((args.inputs, args.outputs),)
     formats = ["bfloat16", *(args.format or FORMATS[1:])]
     report, lines = Report("weights", machine_facts()), []
