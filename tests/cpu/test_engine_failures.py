@@ -17,6 +17,7 @@ import torch
 
 from helpers.fuzzing import Ask, compare, plain_engine, run_alone
 from helpers.oracle import Model, assert_greedy, beams, greedy, logprobs_of, random_ids, tiny
+from helpers.tiny_models import write_tokenizer
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.prefix_cache import PrefixCache
 from octavo.engine import Engine
@@ -491,6 +492,23 @@ def test_kind_29_a_row_of_nans_harms_nobody_else(family: str, backend: str, bloc
         for prompt, answer in zip(prompts, right, strict=True):
             assert generate(llm, [prompt])[0].outputs[0].token_ids == answer
         assert [o.outputs[0].token_ids for o in generate(llm, prompts)] == right
+
+
+def test_the_command_line_gives_the_reason_of_a_failure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.main import main
+
+    broken = tiny("llama", root / "all-broken")
+    with torch.no_grad():
+        broken.oracle.model.embed_tokens.weight.fill_(float("nan"))
+    broken.oracle.save_pretrained(broken.path)
+    write_tokenizer(broken.path)
+    asked = ["generate", "-m", str(broken.path), "Hello", "-t", "0", "--num-blocks", "16", "--max-model-len", "64"]
+    for more in ([], ["--json"], ["--stream"]):
+        assert main([*asked, *more]) == 1
+        shown = capsys.readouterr()
+        assert "prompt 0, sample 0 failed: " in shown.err and "no usable maximum" in shown.err
+    assert main([*(word for word in asked if word not in ("-t", "0")), "--beam-width", "2"]) == 1
+    assert "beam search failed" in capsys.readouterr().err
 
 
 # -- I. stops ----------------------------------------------------------------------------------------------------

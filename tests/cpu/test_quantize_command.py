@@ -96,7 +96,14 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     plain.mkdir()
     assert os.stat(out).st_mode == os.stat(plain).st_mode
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
+    assert {os.stat(p).st_mode & 0o777 for p in out.iterdir()} == {0o666 & ~_mask()}
     assert load(out).spec.num_layers == 3
+
+
+def _mask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -130,6 +137,13 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match=r"is quantised already \(compressed-tensors, 8 bits, a scale per output\)"):
         quantize_checkpoint(tmp_path / "once", out, parse("int4"))
     assert not out.exists()
+    (tmp_path / "file").write_text("")
+    message = refused(model, tmp_path / "file" / "out", "-q", "int8")  # type: ignore[arg-type]
+    assert f"{tmp_path / 'file' / 'out'}: cannot be written: " in message
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "cohere", "architectures": ["C"]}))
+    message = refused(model, out, "-q", "int8")  # type: ignore[arg-type]
+    assert f"{model / 'config.json'}: model_type='cohere'" in message and "model_impl" not in message
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -155,11 +169,21 @@ def qf_rewrite(path: Path, changes: dict[str, torch.Tensor]) -> None:
     save_file({**load_file(path / "model.safetensors"), **changes}, path / "model.safetensors")
 
 
-def test_quantising_what_is_quantised_already_has_no_effect_and_is_refused(tmp_path: Path) -> None:
+def test_quantising_what_is_quantised_already_has_no_effect_and_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tiny("llama", tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", parse("int8"))
     with pytest.raises(ConfigError, match=r"quantization='int4' has no effect.*compressed-tensors, 8 bits"):
         load(tmp_path / "out", "int4")
+    plan = ["plan", str(tmp_path / "out"), "--device", "cpu", "--memory", "4GiB"]
+    for command in (plan, ["info", str(tmp_path / "out")]):
+        assert main([*command, "--quantization", "int4"]) == 2
+        assert "quantization='int4' has no effect: all weights of" in capsys.readouterr().err
+        assert main(command) == 0
+        capsys.readouterr()
+        gguf = [*plan[:2], "--memory", "4GiB", "--quantization", "gguf"]
+        assert main(gguf) == 2 and "--device cuda (the default); add --device cpu" in capsys.readouterr().err
     # What a checkpoint leaves as floats can be quantised.
     quantize_checkpoint(tmp_path / "model", tmp_path / "kept", parse("int8"), keep_embeddings=True)
     whole = load(tmp_path / "kept", "int8")

@@ -111,7 +111,7 @@ def test_gptq_with_a_head_and_biases_of_zeros(tmp_path: Path) -> None:
     oracle = qf.write_quantized("llama", tmp_path, config, round_sym4, pack, chosen=chosen)
     assert_equal(tmp_path, oracle)
     rewrite(tmp_path, {LAYER0 + "mlp.up_proj.bias": torch.ones(112)})
-    with pytest.raises(ModelError, match=r"1 not used by this model: model\.layers\.0\.mlp\.up_proj\.bias"):
+    with pytest.raises(ModelError, match=r"1 tensor not used by this model: model\.layers\.0\.mlp\.up_proj\.bias"):
         load(tmp_path)
 
 
@@ -332,10 +332,10 @@ UP = LAYER0 + "mlp.up_proj"
             ["2 weights do not fit", f"{UP}.qweight is missing", "gate_proj.qzeros is missing"],
         ),
         (dict.fromkeys([f"{UP}.{end}" for end in ("qweight", "qzeros", "scales", "g_idx")]),
-         [r"1 missing: layers\.0\.up\.weight"]),
+         [r"1 tensor missing: model\.layers\.0\.mlp\.up_proj\.weight"]),
         ({"model.vision.qweight": torch.ones(8, 8).int(), "model.vision.qzeros": torch.ones(2, 1).int(),
           "model.vision.scales": torch.ones(2, 8), "model.vision.g_idx": (torch.arange(64) // 32).int()},
-         ["4 not used by this model: model.vision.g_idx, model.vision.qweight"]),
+         ["4 tensors not used by this model: model.vision.g_idx, model.vision.qweight"]),
         ({f"{UP}.g_idx": torch.zeros(64).int()}, [f"{UP}: its inputs are not in groups of 32"]),
     ],
 )  # fmt: skip
@@ -374,8 +374,22 @@ def test_packed_weights_without_settings_are_not_loaded(gptq_model: Path, tmp_pa
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"84 not used by this model: model\.layers\.0\..*down_proj\.qweight"):
+    with pytest.raises(
+        ModelError, match=r"84 tensors not used by this model.*Tensors that end in qweight are quantised"
+    ):
         load(path)
+
+
+def test_settings_without_packed_weights_are_not_loaded(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for given, words in (
+        (qf.awq_config(), r"says AWQ, 4 bits.*no tensor of the files is packed .*qweight.*remove quantization_config"),
+        ([1], r"quantization_config: must be a JSON object, got \[1\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+        with pytest.raises(ModelError, match=words):
+            load(tmp_path)
 
 
 def test_dummy_weights_are_not_quantised(tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.quantization == "gguf" and args.device != "cpu":
+        raise ConfigError(
+            f"--quantization gguf: only the CPU computes from the blocks of a GGUF file, and this plan is for --device "
+            f"{args.device}{' (the default)' if args.device == 'cuda' else ''}; add --device cpu, or plan int8 or int4"
+        )
     memory = _memory(args)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     sizes = read_model_sizes(args.model, dtype, args.quantization, args.device)

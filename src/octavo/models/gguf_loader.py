@@ -20,7 +20,7 @@ from octavo.models.gguf_reader import OF_SPEC
 from octavo.models.gguf_types import dequantize
 from octavo.models.names import Shape, is_float32, weight_shapes
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_names import Part, parts_of
+from octavo.models.tensor_names import Part, parts_of, tensor_of
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries, part_shapes, run_of_rows
 
 
@@ -44,7 +44,9 @@ def open_gguf(file: GGUFFile, spec: ModelSpec, dtype: torch.dtype, on_progress: 
             entries[part.name] = Entry(
                 tensor.name, shape, size, _reader(file, tensor, part, target), _stored(file, tensor, part)
             )
-    check_entries(str(file.path), entries, weight_shapes(spec), unused)
+    check_entries(
+        str(file.path), entries, weight_shapes(spec), unused, lambda name: tensor_of(name, spec, family.names, "")
+    )
     return LazyWeights(entries, on_progress)
 
 

@@ -183,7 +183,7 @@ def read_sizes(name: str, load_format: str = "auto", model_impl: str = "auto") -
         weights = source.weights(torch.float32, None, None)
         packed = {name: weights.num_bytes(name) for name in weights if weights.is_matrix(name)}
     kind = None if source.scheme is None else source.scheme.describe()
-    return StoredSizes(source.spec, packed, kind, source.is_gguf)
+    return StoredSizes(source.spec, packed, kind, source.is_gguf, str(source.files.path))
 
 
 def _examined(name: str, load_format: str, model_impl: str) -> _Source:

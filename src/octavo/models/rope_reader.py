@@ -161,7 +161,7 @@ def _checked_fields(where: str, given: Any, form: RotaryForm) -> dict[str, Any]:
     if "rope_type" in fields:
         kind = fields["rope_type"] = form.kinds.get(kind, kind)
     if kind not in KINDS:
-        raise ModelError(f"config: rotary kind {kind!r} in {where} is not supported; known: {', '.join(KINDS)}")
+        raise ModelError(f"config: {where}: rope_type={kind!r} is not supported; known: {', '.join(KINDS)}")
     needed, optional = KINDS[kind]
     unknown = sorted(set(fields) - {"rope_type", "rope_theta", SHARE, *needed, *optional})
     # A plain rotary may carry a leftover factor of 1; anything else would be ignored mathematics.

@@ -24,9 +24,14 @@ from octavo.models.config_reader import HeadState
 from octavo.models.families import FAMILIES
 from octavo.models.names import is_norm, weight_shapes
 from octavo.models.quantized_files import Scheme, find_packed, read_scheme
-from octavo.models.quantized_files.entries import is_empty_bias, packed_entries
+from octavo.models.quantized_files.entries import (
+    is_empty_bias,
+    packed_entries,
+    packed_without_settings,
+    refuse_settings_without_packed,
+)
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_names import HARMLESS, Part, parts_of
+from octavo.models.tensor_names import HARMLESS, Part, parts_of, tensor_of
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries, part_shapes, run_of_rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,9 +82,9 @@ class SafetensorsFiles:
                 f"; found {', '.join(others[:4])}, but pickled weights are never read: save the model again as "
                 "safetensors (save_pretrained of transformers), or take a repository that has them"
                 if others
-                else ""
+                else "; download the weights again, or load_format='dummy' makes random ones from config.json"
             )
-            raise ModelError(f"{directory}: no {SINGLE} and no {INDEX}{hint}")
+            raise ModelError(f"{directory}: no weights: no {SINGLE} and no {INDEX}{hint}")
 
     def _read_index(self, path: Path) -> None:
         index = read_json(path)
@@ -202,6 +207,8 @@ def open_safetensors(
     unused: list[str] = []
     expected = weight_shapes(spec)
     packed = {} if scheme is None else find_packed(files, scheme)
+    if scheme is not None and not packed:
+        refuse_settings_without_packed(str(files.directory), scheme)
     taken = {name for module in packed.values() for name in module.found.names.values()}
     names = FAMILIES[spec.architecture].names
     prefix = names.prefix_in(files.names())
@@ -229,7 +236,10 @@ def open_safetensors(
         where = str(files.directory)
         more, idle = packed_entries(where, scheme, packed, entries, lambda name: parts_of(name, spec, names, prefix))
         entries, unused = entries | more, unused + idle
-    check_entries(str(files.directory), entries, expected, unused)
+    note = "" if scheme is not None else packed_without_settings(unused)
+    check_entries(
+        str(files.directory), entries, expected, unused, lambda name: tensor_of(name, spec, names, prefix), note
+    )
     return LazyWeights(entries, on_progress)
 
 

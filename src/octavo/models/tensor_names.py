@@ -90,6 +90,24 @@ def parts_of(name: str, spec: ModelSpec, names: TensorNames, prefix: str) -> tup
     return _module_parts(f"layers.{index}.", module, kind, spec, names)
 
 
+def tensor_of(weight: str, spec: ModelSpec, names: TensorNames, prefix: str) -> str:
+    """The tensor that a file of this family would hold the canonical `weight` in; `weight` itself if there is none."""
+    stem, _, kind = weight.rpartition(".")
+    top = {"embedding": f"{prefix}{names.embedding}", "final_norm": f"{prefix}{names.final_norm}"}
+    top |= {"positions": f"{prefix}{names.positions}", "head": names.heads[0] if names.heads else stem}
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    _, index, inner = stem.split(".", 2)
+    numbers = _NUMBER.findall(inner)
+    for module in names.modules:
+        for number in numbers:
+            module = module.replace("#", number, 1)
+        for name in (f"{prefix}{names.layers}.{index}.{module}.{kind}", f"{prefix}{names.layers}.{index}.{module}"):
+            if any(part.name == weight for part in parts_of(name, spec, names, prefix) or ()):
+                return name
+    return weight
+
+
 def _module_parts(layer: str, module: str, kind: str, spec: ModelSpec, names: TensorNames) -> tuple[Part, ...] | None:
     numbers = _NUMBER.findall(module)
     target = names.modules.get(_NUMBER.sub(".#", module))

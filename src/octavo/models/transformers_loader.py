@@ -233,18 +233,24 @@ def check_report(where: str, report: Any) -> None:
     lists = {
         "missing": sorted(report["missing_keys"]),
         "not used by this model": sorted(report["unexpected_keys"]),
-        "with another shape": sorted(
-            str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"]
-        ),
+        "with another shape": sorted(_mismatch(key) for key in report["mismatched_keys"]),
         "in error": sorted(report.get("error_msgs") or ()),
     }
     problems = [
-        f"{len(names)} {label}: {', '.join(names[:LISTED])}{', …' if len(names) > LISTED else ''}"
+        f"{len(names)} tensor{'s' * (len(names) > 1)} {label}: {', '.join(names[:LISTED])}{', …' if len(names) > LISTED else ''}"
         for label, names in lists.items()
         if names
     ]
     if problems:
-        raise ModelError(f"{where}: the weights do not fit the configuration; tensors {'; '.join(problems)}")
+        raise ModelError(f"{where}: the weights do not fit the configuration: {'; '.join(problems)}")
+
+
+def _mismatch(key: Any) -> str:
+    """(name, shape in the file, shape of the model) in words; some versions of the library give only the name."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, *shapes = key
+    return f"{name} is {list(shapes[0])}, expected {list(shapes[1])}" if len(shapes) == 2 else str(name)
 
 
 def randomise(model: Any, seed: int) -> None:

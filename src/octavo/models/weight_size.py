@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from octavo.core.weight_format import WeightFormat
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.models.names import is_float32, weight_shapes
 from octavo.models.spec import ModelSpec
 
@@ -23,13 +23,14 @@ class StoredSizes:
     """What a model's files say. packed: bytes of the weights they store quantised, by canonical name.
 
     kind: how those are stored, in words; None: nothing is. gguf: the blocks of a GGUF file, which the engine unpacks
-    unless it is told `quantization="gguf"`.
+    unless it is told `quantization="gguf"`. where: the directory, for messages.
     """
 
     spec: ModelSpec
     packed: Mapping[str, int]
     kind: str | None
     gguf: bool = False
+    where: str = "the model"
 
     @property
     def quantizable(self) -> bool:
@@ -46,6 +47,9 @@ class StoredSizes:
             if not self.gguf:
                 raise ConfigError("quantization='gguf' needs a GGUF file; use int8 or int4")
             return self._sum(itemsize, None, self.packed)
+        matrices = [name for name, shape in weight_shapes(self.spec).items() if len(shape) == 2]
+        if form is not None and self.kind is not None and all(name in self.packed for name in matrices):
+            raise ModelError(idle_quantization(self.where, self.kind, form))
         return self._sum(itemsize, form, {} if self.gguf else self.packed)
 
     def _sum(self, itemsize: int, form: WeightFormat | None, packed: Mapping[str, int]) -> int:
@@ -58,3 +62,11 @@ class StoredSizes:
             size = form.matrix_bytes(*shape) if matrix and form is not None else None
             total += prod(shape) * (4 if is_float32(name) else itemsize) if size is None else size
         return total
+
+
+def idle_quantization(where: str, stored: str, asked: WeightFormat) -> str:
+    """The words for a `quantization=` that finds nothing to quantise. stored: how the files hold their weights."""
+    return (
+        f"quantization={str(asked)!r} has no effect: all weights of {where} are stored quantised "
+        f"({stored}); leave it out, or give the original weights"
+    )

@@ -127,9 +127,19 @@ def run_of_rows(shape: Shape, index: Sequence[int | slice]) -> tuple[int, Shape]
     return first, rest
 
 
-def check_entries(where: str, entries: Mapping[str, Entry], expected: Mapping[str, Shape], unused: list[str]) -> None:
-    """Stop the load unless `entries` are exactly `expected`, with equal shapes, and nothing is `unused`."""
-    missing = [name for name in expected if name not in entries]
+def check_entries(
+    where: str,
+    entries: Mapping[str, Entry],
+    expected: Mapping[str, Shape],
+    unused: list[str],
+    name_in_file: Callable[[str], str],
+    note: str = "",
+) -> None:
+    """Stop the load unless `entries` are exactly `expected`, with equal shapes, and nothing is `unused`.
+
+    name_in_file: what the files would call a weight. note: what else to say of the problems.
+    """
+    missing = list(dict.fromkeys(name_in_file(name) for name in expected if name not in entries))
     extra = [f"{e.source_name}" for name, e in entries.items() if name not in expected] + unused
     shaped = [
         f"{entries[name].source_name} is {list(entries[name].shape)}, expected {list(shape)}"
@@ -137,9 +147,9 @@ def check_entries(where: str, entries: Mapping[str, Entry], expected: Mapping[st
         if name in entries and tuple(entries[name].shape) != tuple(shape)
     ]
     problems = [
-        f"{len(items)} {label}: {', '.join(items[:LISTED])}{', …' if len(items) > LISTED else ''}"
+        f"{len(items)} tensor{'s' * (len(items) > 1)} {label}: {', '.join(items[:LISTED])}{', …' if len(items) > LISTED else ''}"
         for label, items in (("missing", missing), ("not used by this model", extra), ("with another shape", shaped))
         if items
     ]
     if problems:
-        raise ModelError(f"{where}: the weights do not fit the configuration; tensors {'; '.join(problems)}")
+        raise ModelError(f"{where}: the weights do not fit the configuration: {'; '.join(problems)}{note}")

@@ -30,7 +30,9 @@ def read_scheme(config: Mapping[str, Any] | None) -> Scheme | None:
     """The format a `quantization_config` describes; None where there is none. Raises `ModelError` for other formats."""
     if not config:
         return None
-    method = config.get("quant_method") if isinstance(config, Mapping) else str(config)
+    if not isinstance(config, Mapping):
+        raise ModelError(f"quantization_config: must be a JSON object, got {config!r}")
+    method = config.get("quant_method")
     if method not in METHODS:
         raise ModelError(
             f"quantization_config: quant_method={method!r} is not supported; supported: {', '.join(METHODS)}; {REMEDY}"

@@ -12,8 +12,12 @@ from octavo.errors import ModelError
 from octavo.kernels.quantized_weights import QuantizedWeight
 from octavo.models.quantized_files.module import PackedModule, Scheme, Tensors
 from octavo.models.tensor_names import Part
+from octavo.models.weight_size import idle_quantization
 from octavo.models.weights import LISTED, Entry, LazyWeights
 
+#: Ends of tensors that only packed modules have; those of plain modules.
+PACKED_ENDS = frozenset(("weight_packed", "qweight"))
+PLAIN_ENDS = frozenset(("weight", "bias"))
 ROUTER = "router.weight"  # small, and left plain by every tool
 
 
@@ -90,7 +94,24 @@ def is_empty_bias(files: Tensors, name: str, packed: Iterable[str]) -> bool:
 def refuse_idle_quantization(where: str, scheme: Scheme, weights: LazyWeights, asked: WeightFormat | None) -> None:
     """`quantization=` quantises what a checkpoint leaves as floats. Raises `ModelError` where that is nothing."""
     if asked is not None and all(weights.is_quantized(name) for name in weights if weights.is_matrix(name)):
-        raise ModelError(
-            f"quantization={str(asked)!r} has no effect: all weights of {where} are stored quantised "
-            f"({scheme.describe()}); leave it out, or give the original weights"
-        )
+        raise ModelError(idle_quantization(where, scheme.describe(), asked))
+
+
+def refuse_settings_without_packed(where: str, scheme: Scheme) -> None:
+    """Settings that speak of packed weights, and files without any. Raises `ModelError`."""
+    raise ModelError(
+        f"{where}: quantization_config says {scheme.describe()}, but no tensor of the files is packed "
+        f"({', '.join(sorted(scheme.ends - PLAIN_ENDS))}); remove quantization_config from config.json if the weights "
+        "are the original ones, or get the quantised files"
+    )
+
+
+def packed_without_settings(unused: Iterable[str]) -> str:
+    """What to add to the complaint about `unused` tensors where some are packed weights; else nothing."""
+    ends = sorted({name.rpartition(".")[2] for name in unused} & PACKED_ENDS)
+    if not ends:
+        return ""
+    return (
+        f". Tensors that end in {', '.join(ends)} are quantised weights, and config.json has no quantization_config "
+        "that says how they are meant: use the config.json that belongs to these files"
+    )

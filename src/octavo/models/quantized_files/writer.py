@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from octavo.core.weight_format import WeightFormat
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.quantized_weights import QuantizedWeight, quantize_rows
-from octavo.models.config_reader import spec_from_config
+from octavo.models.config_reader import FALLBACK, spec_from_config
 from octavo.models.families import FAMILIES
 from octavo.models.names import is_float32, weight_shapes
 from octavo.models.quantized_files.packing import pack_columns, pack_rows
@@ -99,11 +99,10 @@ def quantize_checkpoint(
     if (scheme := quantization_of(source, config)) is not None:
         raise ModelError(f"{source}: is quantised already ({scheme.describe()}); give the original weights")
     files = SafetensorsFiles(source)
-    spec = spec_from_config(config, head_state(files))
+    spec = _spec(source, config, files)
     open_safetensors(files, spec)  # refuses what is incomplete
     items = _items(files, spec, form, keep_embeddings)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    beside = _place_beside(target)
     try:
         shards = _write_tensors(files, items, form, beside, shard_bytes, on_progress)
         heads = FAMILIES[spec.architecture].names.heads
@@ -119,6 +118,29 @@ def quantize_checkpoint(
         raise
     before, after = (sum(getattr(i, name) for i in items) for name in ("source_bytes", "num_bytes"))
     return Written(target, before, after, sum(i.module is not None for i in items), shards)
+
+
+def _spec(source: Path, config: Any, files: SafetensorsFiles) -> ModelSpec:
+    """The model's spec. Its refusals name the file, and no other code: only the own decoder's models can be written."""
+    try:
+        return spec_from_config(config, head_state(files))
+    except ModelError as error:
+        reason = str(error).removeprefix("config: ").removesuffix(f"; {FALLBACK}")
+        raise ModelError(
+            f"{source / 'config.json'}: {reason}; octavo quantize writes models that its own decoder covers"
+        ) from error
+
+
+def _place_beside(target: Path) -> Path:
+    """An empty directory next to `target`, to be renamed into it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror or error} ({target.parent}); name a directory in a place "
+            "you may write to"
+        ) from error
 
 
 def quantization_config(
@@ -244,6 +266,7 @@ def _write_tensors(
             if on_progress is not None:
                 on_progress(done, total)
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o666 & ~_umask())  # the library makes it private
         table |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(i.num_bytes for i in items)}, "weight_map": table}
