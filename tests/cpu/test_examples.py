@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import torch
 from helpers.http_server import Served
 from helpers.serving import scripted_engine
 from helpers.tiny_models import tiny_config, tiny_oracle, write_tokenizer
+from octavo.async_engine import AsyncEngine
+from octavo.server.settings import ServerSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_HERE = {"quickstart", "streaming", "branches", "prefix_cache", "lora", "server_client", "transformers_generate",
@@ -101,6 +104,39 @@ def test_lora(run: Run, model: Path, tmp_path: Path) -> None:
 def test_server_client(run: Run) -> None:
     with Served(scripted_engine()) as served:
         lines = run("server_client", "--url", served.url)
+    assert [line.split(":")[0] for line in lines] == ["choice 0", "choice 1", "streamed"]
+
+
+def test_server_client_without_a_server_says_so_in_one_line(run: Run) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and not listening
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(SystemExit) as end:
+            run("server_client", "--url", url)
+    assert str(end.value).startswith(f"no server answers at {url} ") and "\n" not in str(end.value)
+
+
+def test_server_client_without_a_key_says_so(run: Run) -> None:
+    settings = ServerSettings(api_keys=("the-right-one",))
+    with Served(scripted_engine(), settings) as served, pytest.raises(SystemExit) as end:
+        run("server_client", "--url", served.url)
+    assert "refuses: " in str(end.value) and "\n" not in str(end.value)
+
+
+def test_server_client_waits_for_a_model_that_loads(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Served(None) as served:
+        with pytest.raises(SystemExit, match="still loads after 0 s; try again, or give a longer --wait"):
+            run("server_client", "--url", served.url, "--wait", 0)
+
+        def load_meanwhile(seconds: float) -> None:
+            if served.app.state.engine is None:
+                engine = AsyncEngine(scripted_engine())
+                engine.start()
+                served.app.state.server.attach(engine)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("time.sleep", load_meanwhile)
+            lines = run("server_client", "--url", served.url)
     assert [line.split(":")[0] for line in lines] == ["choice 0", "choice 1", "streamed"]
 
 
