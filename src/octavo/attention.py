@@ -38,7 +38,7 @@ from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.paged.batch import attention_batch, slots_of
 from octavo.paged.read import BlockReader
 from octavo.paged.requests import BlockIds, PagedRequests, PagedStats
-from octavo.paged.rows import Rows, check_tokens, pairs_of, plainly, rows_of
+from octavo.paged.rows import Rows, check_tensor, check_tokens, pairs_of, plainly, rows_of
 from octavo.paged.spec import at_least_one, attention_spec, check_backend, float_dtype, pool_device
 from octavo.runner.kv_store import KVStore
 
@@ -60,7 +60,7 @@ class PagedAttention(PagedRequests):
     num_layers : int
         Layers of one step; their keys and values lie side by side in a block and share its table.
     dtype, device : torch.dtype or str, torch.device or str
-        Of keys and values in the pool; names as in the engine's settings. None: torch's default dtype.
+        Of keys and values in the pool; names as in the engine's settings. None: torch's default.
     scale : float
         Factor on query · key; None: head_dim ** -0.5.
     sliding_window : int or sequence of (int or None)
@@ -296,6 +296,7 @@ class PagedAttention(PagedRequests):
         layer: int,
     ) -> Rows:
         """Check everything `forward` was given; at layer 0 begin the step."""
+        check_tensor("query", query)
         self._group(layer)
         rooms = [r.seq_len - r.context_len for r in requests]
         if layer:

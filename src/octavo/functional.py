@@ -31,8 +31,8 @@ from octavo.errors import ConfigError, RequestError
 from octavo.kernels import reference
 from octavo.kernels.interface import AttentionBackend, AttentionBatch, KVCache, make_backend
 from octavo.models.spec import ModelSpec
-from octavo.paged.rows import check_no_gradient, rows_of
-from octavo.paged.spec import at_least_one, attention_spec, check_backend
+from octavo.paged.rows import check_no_gradient, check_tensor, rows_of
+from octavo.paged.spec import at_least_one, attention_spec, check_backend, window_of
 
 LAYOUTS = ("tokens", "engine")
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -89,6 +89,7 @@ def paged_attention(
         A backend that cannot be used here; a block size, scale, window or cap that cannot be.
     """
     block_size = at_least_one("block_size", block_size)
+    sliding_window = window_of(sliding_window)
     _check_pool(kv_blocks, block_size, layout)
     _check_floats("query", query)
     contexts = wholes("context_lens", context_lens)
@@ -205,7 +206,7 @@ def copy_blocks(kv_blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> No
 
     What copy-on-write comes down to. kv_blocks: any tensor whose first dimension counts blocks.
     """
-    _check_tensor("kv_blocks", kv_blocks)
+    check_tensor("kv_blocks", kv_blocks)
     check_no_gradient("kv_blocks", kv_blocks)
     if kv_blocks.dim() == 0:
         raise RequestError("kv_blocks has no dimension: the first one counts blocks")
@@ -230,13 +231,8 @@ def _kernels(backend: str, pool: torch.Tensor, spec: ModelSpec, block_size: int)
         raise ConfigError(str(error).replace("attention_backend=", "backend=")) from None
 
 
-def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise RequestError(f"{name} is a {type(x).__name__}: a torch.Tensor is needed")
-
-
 def _check_floats(name: str, x: Any) -> None:
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if not x.is_floating_point():
         raise RequestError(f"{name} is {x.dtype}: a float type is needed")
     check_no_gradient(name, x)
@@ -244,7 +240,7 @@ def _check_floats(name: str, x: Any) -> None:
 
 def _check_ints(name: str, x: Any) -> None:
     """Bools and floats would be taken for masks and rounded."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dtype not in INTS:
         raise RequestError(f"{name} is {x.dtype}: an int type is needed")
 
@@ -258,7 +254,7 @@ def _layer_of(layer: int, num_layers: int) -> int:
 
 def _check_pool(kv_blocks: torch.Tensor, block_size: int | None, layout: str | None) -> tuple[int, int, int]:
     """(num_kv_heads, block_size, layers of a block); `RequestError` if the shape is neither layout."""
-    _check_tensor("kv_blocks", kv_blocks)
+    check_tensor("kv_blocks", kv_blocks)
     check_no_gradient("kv_blocks", kv_blocks)
     shape = tuple(kv_blocks.shape)
     if layout is not None and layout not in LAYOUTS:
@@ -293,8 +289,9 @@ def _check_tables(
     if block_tables.dim() != 2 or block_tables.shape[0] != len(contexts):
         raise RequestError(f"block_tables of shape {tuple(block_tables.shape)}: [{len(contexts)}, M] ints are needed")
     if max(contexts, default=0) > block_tables.shape[1] * block_size:
+        need = -(-max(contexts) // block_size)
         raise RequestError(
-            f"a context of {max(contexts)} tokens needs {-(-max(contexts) // block_size)} blocks, block_tables has "
+            f"a context of {max(contexts)} tokens needs {need} block{'s' * (need != 1)}, block_tables has "
             f"{block_tables.shape[1]}"
         )
     device = block_tables.device

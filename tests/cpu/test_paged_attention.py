@@ -285,6 +285,8 @@ def test_numbers_that_are_not_whole_are_refused_by_name() -> None:
         (r"query_lens\[1\]=1.0", lambda: attn.begin([1, 2], [1, 1.0])),  # type: ignore[list-item]
         ("query_lens=2: must be a list", lambda: attn.blocks_needed([1], 2)),  # type: ignore[arg-type]
         (r"block_ids\[0\]=0.5", lambda: attn.forward(*one, [0.5])),  # type: ignore[list-item]
+        ("query is a list", lambda: attn.forward([1.0], *one[1:], request_ids=[1])),  # type: ignore[arg-type]
+        ("key is a list", lambda: attn.forward(one[0], [1.0], one[2], request_ids=[1])),  # type: ignore[arg-type]
         ("block_ids=0: must be a list", lambda: attn.forward(*one, 0)),  # type: ignore[arg-type]
     ]  # fmt: skip
     for message, call in cases:
@@ -344,7 +346,7 @@ def test_a_step_that_fails_in_its_kernels_is_forgotten(monkeypatch: pytest.Monke
         ({"scale": 0}, "scale=0: "),
         ({"scale": -1.0}, "scale=-1.0: "),
         ({"softcap": float("inf")}, "softcap=inf: "),
-        ({"dtype": "foo"}, "dtype='foo': must be one of float32, bfloat16, float16"),
+        ({"dtype": "foo"}, "dtype='foo': must be one of auto, float32, bfloat16, float16"),
         ({"dtype": "bf16"}, "dtype='bf16': must be one of"),
         ({"dtype": 32}, "dtype=32: must be one of"),
         ({"dtype": torch.float8_e4m3fn}, "16 bits or more; kv_cache_dtype quantises"),
@@ -542,6 +544,9 @@ def test_functions_refuse_types_that_do_not_fit() -> None:
         (r"pair\[0\]=0.0: must be a whole", lambda: octavo.copy_blocks(kv, [bad((0.0, 1))])),
         ("pairs=3", lambda: octavo.copy_blocks(kv, bad(3))),
         ("^backend='fastest'", lambda: octavo.paged_attention(query, kv, tables, contexts, 8, backend="fastest")),
+        (r"sliding_window=\[4\]: must be a whole",
+         lambda: octavo.paged_attention(query, kv, tables, contexts, 8, sliding_window=bad([4]))),
+        ("needs 1 block, block_tables has 0", lambda: octavo.paged_attention(query, kv, tables[:, :0], [3, 4], 8)),
         ("scale=0", lambda: octavo.paged_attention(query, kv, tables, contexts, 8, scale=0)),
     ]  # fmt: skip
     for message, call in cases:
@@ -564,6 +569,8 @@ def test_a_backend_that_cannot_be_used_is_an_error_of_settings(name: str, monkey
 def test_functions_do_nothing_for_an_empty_batch() -> None:
     kv, tables = torch.zeros(4, 2, 8, KV_HEADS, DIM), torch.zeros(0, 2, dtype=torch.int32)
     assert octavo.paged_attention(torch.zeros(0, HEADS, DIM), kv, tables, [], 8).shape == (0, HEADS, DIM)
+    dense_query = torch.zeros(0, 1, HEADS, DIM)
+    assert octavo.paged_attention(dense_query, kv, tables, [], 8).shape == dense_query.shape
     slots = octavo.slot_mapping(tables, [], 8)
     octavo.write_kv(kv, torch.zeros(0, KV_HEADS, DIM), torch.zeros(0, KV_HEADS, DIM), slots)
     octavo.copy_blocks(kv, [])

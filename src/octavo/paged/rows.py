@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def _dense_rows(query: torch.Tensor, num_rows: int, query_lens: Sequence[int] | 
     if dense[0] != num_rows or dense[1] < 1:
         raise RequestError(f"a dense query of shape {tuple(query.shape)} for {num_rows} requests: one row each")
     counts = (dense[1],) * num_rows if query_lens is None else _as_counts(query_lens, num_rows)
-    if max(counts) > dense[1]:
+    if max(counts, default=0) > dense[1]:
         raise RequestError(f"query_lens={list(counts)}: the dense query has {dense[1]} tokens a row")
     return Rows(counts, dense)
 
@@ -104,6 +105,7 @@ def check_tokens(
     name: str, x: torch.Tensor, like: torch.Tensor, heads: int, head_dim: int, device: torch.device
 ) -> None:
     """`x` must have the leading dimensions of `like` (the query), and these heads; else `RequestError`."""
+    check_tensor(name, x)
     if tuple(x.shape) != (*like.shape[:-2], heads, head_dim):
         shape = ", ".join(map(str, (*like.shape[:-2], heads, head_dim)))
         raise RequestError(f"{name} of shape {tuple(x.shape)}: [{shape}] is needed")
@@ -112,6 +114,12 @@ def check_tokens(
     if not x.is_floating_point():
         raise RequestError(f"{name} is {x.dtype}: a float type is needed")
     check_no_gradient(name, x)
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """`RequestError` for anything but a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise RequestError(f"{name} is a {type(x).__name__}: a torch.Tensor is needed")
 
 
 def check_no_gradient(name: str, x: torch.Tensor) -> None:

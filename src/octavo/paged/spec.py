@@ -30,12 +30,14 @@ def at_least_one(name: str, value: Any) -> int:
 
 
 def float_dtype(dtype: Any) -> torch.dtype:
-    """A torch dtype, or its name as in the engine's settings; None: torch's default."""
-    if dtype is None:
+    """A torch dtype, or its name as in the engine's settings; None and "auto": torch's default."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return torch.get_default_dtype()
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}, a torch.dtype of floats, or None")
+        raise ConfigError(
+            f"dtype={dtype!r}: must be one of auto, {', '.join(DTYPES)}, a torch.dtype of floats, or None"
+        )
     if not found.is_floating_point or found.itemsize < 2:
         raise ConfigError(
             f"dtype={found}: keys and values are floats of 16 bits or more; kv_cache_dtype quantises them"
@@ -71,16 +73,19 @@ def _positive(name: str, value: Any, otherwise: str) -> float | None:
 
 def _windows(sliding_window: Any, num_layers: int) -> tuple[int | None, ...]:
     """One per layer."""
-    if isinstance(sliding_window, list | tuple):
+    if hasattr(sliding_window, "tolist"):
+        sliding_window = sliding_window.tolist()
+    if isinstance(sliding_window, Sequence) and not isinstance(sliding_window, str):
         if len(sliding_window) != num_layers:
             raise ConfigError(
                 f"sliding_window has {len(sliding_window)} entries for num_layers={num_layers}; one per layer"
             )
-        return tuple(_window(window) for window in sliding_window)
-    return (_window(sliding_window),) * num_layers
+        return tuple(window_of(window) for window in sliding_window)
+    return (window_of(sliding_window),) * num_layers
 
 
-def _window(window: Any) -> int | None:
+def window_of(window: Any) -> int | None:
+    """Of one layer: what a query sees, itself included; None sees all."""
     if window is None:
         return None
     number = whole("sliding_window", window, ConfigError)

@@ -46,7 +46,7 @@ class PagedPool:
         self._num_blocks = None if num_blocks is None else at_least_one("num_blocks", num_blocks)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         self._block_size = at_least_one("block_size", block_size)
-        self._dtype = None if dtype is None else float_dtype(dtype)
+        self._dtype = None if dtype is None or dtype == "auto" else float_dtype(dtype)
         parse_kv_dtype(kv_cache_dtype)
         check_backend(backend)
         self._kv_cache_dtype, self._backend = kv_cache_dtype, backend
