@@ -303,8 +303,8 @@ class RequestTables:
         holders = f"; held: {', '.join(names)}" if names else ""
         raise CapacityError(
             f"{what}: {_counted(need, 'block')} {'is' if need == 1 else 'are'} needed, {available} of "
-            f"{self.pool.num_blocks} are free{holders}. Free or truncate a request, wait until one ends, or build the pool with num_blocks="
-            f"{self.pool.num_blocks + need - available} or more"
+            f"{self.pool.num_blocks} are free{holders}. Free or truncate a request, wait until one ends, or build the "
+            f"pool with num_blocks={self.pool.num_blocks + need - available} or more"
         )
 
     def _holding(self, request: PagedRequest) -> str:
