@@ -84,8 +84,10 @@ def build_engine(
     if guide is not None:
         target_layout, layout = guide.pool.target, guide.pool.whole
     budget = _budget(config, model, target_layout, dtype, where)
-    longest = min(m.spec.max_position_embeddings for m in ((model,) if guide is None else (model, guide.model)))
-    resolved = resolve(config, _facts(config, longest, layout, budget, device, dtype))
+    specs = [m.spec for m in ((model,) if guide is None else (model, guide.model))]
+    facts = _facts(config, min(spec.max_position_embeddings for spec in specs), layout, budget, device, dtype)
+    windowed = any(window is not None for spec in specs for window in spec.windows)
+    resolved = resolve(config, replace(facts, has_windows=windowed))
     resolved = Resolved(resolved.config, (*chosen, *resolved.choices))
     resolved = _settle_swap(_settle_impl(resolved, model), layout, device)
     final = resolved.config

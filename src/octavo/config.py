@@ -165,6 +165,7 @@ class Facts:
     dtype: str
     kv_budget_bytes: int  # what the machine can spare for KV
     budget_reason: str
+    has_windows: bool = True  # has a layer a sliding window?
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,10 @@ def resolve(config: EngineConfig, facts: Facts) -> Resolved:
     if config.enable_prefix_caching is None:
         on = config.allocation == "paged"
         choose("enable_prefix_caching", on, "on by default" if on else "static allocation shares nothing")
+    if config.enforce_eager and facts.device == "cpu":  # which programs for vLLM set as a matter of course
+        choose("enforce_eager", True, "as asked; no effect on a CPU, where nothing is recorded or compiled")
+    if not config.hybrid_kv and not facts.has_windows:
+        choose("hybrid_kv", False, "as asked; no effect on this model: no layer has a window")
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = facts.kv_budget_bytes // facts.bytes_per_block

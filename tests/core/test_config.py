@@ -66,6 +66,10 @@ def test_settings_of_vllm_without_a_counterpart_may_only_ask_for_nothing() -> No
     assert config_from(tensor_parallel_size=1, trust_remote_code=False, block_size=8).block_size == 8
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 would have no effect here"):
         config_from(tensor_parallel_size=2)
+    for given in ({"enable_lora": True}, {"max_lora_rank": 16}):
+        with pytest.raises(ConfigError, match=r"leave it out \(adapters of any rank may be loaded .* load_lora\(\)"):
+            config_from(**given)
+    assert config_from(enable_lora=False, max_lora_rank=None) == EngineConfig()
 
 
 def test_a_config_is_frozen_and_every_field_has_a_default() -> None:
@@ -86,6 +90,11 @@ def test_open_settings_are_settled_and_reported() -> None:
     assert report["num_blocks"] == {"asked": None, "chosen": 40, "why": "a part of the memory"}
     assert report["max_model_len"]["why"] == "the pool holds 640 of the model's 1024 positions"
     assert report["block_size"] == {"asked": None, "chosen": 16, "why": "the default"}
+    quiet = resolve(EngineConfig(enforce_eager=True, hybrid_kv=False), replace(FACTS, has_windows=False, device="cpu"))
+    lines = quiet.report()
+    assert "no effect on a CPU" in lines["enforce_eager"]["why"] and "no effect" in lines["hybrid_kv"]["why"]
+    there = resolve(EngineConfig(enforce_eager=True, hybrid_kv=False), replace(FACTS, device="cuda")).report()
+    assert there["enforce_eager"]["why"] == there["hybrid_kv"]["why"] == "as asked"
     assert resolve(EngineConfig(block_size=8), FACTS).report()["block_size"]["why"] == "as asked"
 
 

@@ -97,8 +97,10 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
     [
         ("mixtral", without("model.layers.1.block_sparse_moe.experts.2.w3.weight"),
          r"1 tensor missing: model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight"),
-        ("mixtral", without("model.layers.0.block_sparse_moe.gate.weight"), r"missing: model\.layers\.0\.block_sparse_moe\.gate\.weight"),
-        ("qwen2_moe", without("model.layers.2.mlp.shared_expert_gate.weight"), r"layers\.2\.mlp\.shared_expert_gate\.weight"),
+        ("mixtral", without("model.layers.0.block_sparse_moe.gate.weight"),
+         r"missing: model\.layers\.0\.block_sparse_moe\.gate\.weight"),
+        ("qwen2_moe", without("model.layers.2.mlp.shared_expert_gate.weight"),
+         r"layers\.2\.mlp\.shared_expert_gate\.weight"),
         ("phi3", cut("model.layers.0.self_attn.qkv_proj.weight", lambda t: torch.cat((t, t[:1]))),
          r"another shape: model\.layers\.0\.self_attn\.qkv_proj\.weight is \[129, 64\]"),
         ("phi3", cut("model.layers.0.mlp.gate_up_proj.weight", lambda t: t[:-1]), r"another shape.*gate_up_proj"),

@@ -208,6 +208,24 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_keys_that_nobody_reads_are_refused(models: Any, tmp_path: Path) -> None:
+    for family in ("cohere", "llama"):
+        path = tmp_path / family
+        settings = (
+            tiny_config(family).to_dict()
+            if family == "llama"
+            else json.loads((models("cohere").path / "config.json").read_text())
+        )
+        config_only(path, **settings)
+        for impl in ("auto", "transformers"):
+            assert read_spec(str(path), "dummy", impl).num_layers == settings["num_hidden_layers"]
+            config_only(path, **settings, magic_scale=3, rope_theta=10000.0, _note="x", unset=None)
+            with pytest.raises(ModelError, match=r"magic_scale=3: ") as caught:
+                read_spec(str(path), "dummy", impl)
+            assert "model_impl" not in str(caught.value) and "rope_theta" not in str(caught.value)
+            config_only(path, **settings)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]

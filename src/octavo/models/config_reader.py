@@ -175,7 +175,7 @@ def _refuse_unknown(config: Mapping[str, Any], family: Family, kind: str) -> Non
         listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
         raise ModelError(
             f"config: {listed}: not known for {kind}, so it may change what the model computes; "
-            f"remove the key from config.json if it does not; {FALLBACK}"
+            "remove the key from config.json if it does not"
         )
 
 

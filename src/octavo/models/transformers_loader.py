@@ -20,6 +20,7 @@ from octavo.logs import logger
 from octavo.models.config_reader import spec_from_config
 from octavo.models.safetensors_loader import SafetensorsFiles, read_json
 from octavo.models.spec import ModelSpec
+from octavo.models.transformers_keys import refuse_unread_keys
 from octavo.models.transformers_probe import PROBE, AttentionCall, Examined, examine, register
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class TransformersModel:
             )
         except Exception as error:  # the library's own checks
             raise ModelError(f"{where}: transformers refuses it: {error}") from error
+        refuse_unread_keys(raw, type(config), str(where))
         refuse_config(config, str(where))
         return config
 
@@ -237,7 +239,8 @@ def check_report(where: str, report: Any) -> None:
         "in error": sorted(report.get("error_msgs") or ()),
     }
     problems = [
-        f"{len(names)} tensor{'s' * (len(names) > 1)} {label}: {', '.join(names[:LISTED])}{', …' if len(names) > LISTED else ''}"
+        f"{len(names)} tensor{'s' * (len(names) > 1)} {label}: "
+        f"{', '.join(names[:LISTED])}{', …' if len(names) > LISTED else ''}"
         for label, names in lists.items()
         if names
     ]
@@ -371,8 +374,7 @@ def choose_impl(files: ModelFiles, load_format: str, asked: str) -> tuple[Transf
 def _not_supported(config: Any) -> str | None:
     """Why the own decoder does not cover a config; None if it does, or if the config is wrong for anybody.
 
-    A key that nobody knows is wrong: transformers would ignore it, which only its owner can decide
-    (`model_impl="transformers"`).
+    A key that nobody knows is wrong: transformers would ignore it, which only the owner of the file can decide.
     """
     try:
         spec_from_config(config)

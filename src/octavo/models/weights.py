@@ -147,7 +147,8 @@ def check_entries(
         if name in entries and tuple(entries[name].shape) != tuple(shape)
     ]
     problems = [
-        f"{len(items)} tensor{'s' * (len(items) > 1)} {label}: {', '.join(items[:LISTED])}{', …' if len(items) > LISTED else ''}"
+        f"{len(items)} tensor{'s' * (len(items) > 1)} {label}: "
+        f"{', '.join(items[:LISTED])}{', …' if len(items) > LISTED else ''}"
         for label, items in (("missing", missing), ("not used by this model", extra), ("with another shape", shaped))
         if items
     ]
