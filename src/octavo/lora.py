@@ -9,6 +9,7 @@ Knows no tensors: the bank in the runner holds those. One thread at a time, the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,12 +41,13 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """What callers see of a loaded adapter. key: hash of its content."""
+    """What callers see of a loaded adapter. key: hash of its content; loaded_at: Unix time in seconds."""
 
     name: str
     path: str
     key: str
     max_rank: int
+    loaded_at: int
 
 
 class Adapters:
@@ -97,7 +99,7 @@ class Adapters:
                     "(and let its requests finish), or raise max_loras"
                 )
             self._bank.add(files)
-        self._names[name] = LoadedAdapter(name, str(files.path), files.key, files.max_rank)
+        self._names[name] = LoadedAdapter(name, str(files.path), files.key, files.max_rank, int(time.time()))
         return self._names[name]
 
     def drop(self, name: str) -> None:

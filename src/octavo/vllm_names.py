@@ -15,6 +15,11 @@ NEUTRAL: dict[str, Any] = {
     "data_parallel_size": 1,
     "disable_log_stats": True,
     "enable_chunked_prefill": True,
+    "enable_lora": False,
+    "fully_sharded_loras": False,
+    "lora_dtype": "auto",
+    "max_cpu_loras": None,
+    "max_lora_rank": None,
     "pipeline_parallel_size": 1,
     "revision": None,
     "tensor_parallel_size": 1,
@@ -22,6 +27,9 @@ NEUTRAL: dict[str, Any] = {
     "tokenizer_revision": None,
     "trust_remote_code": False,
 }
+#: What to do instead, where leaving a setting out is not all there is to say.
+_ADAPTERS = "adapters of any rank may be loaded at any time: with lora={name: directory}, load_lora(), or lora_request="
+REMEDIES = dict.fromkeys(("enable_lora", "max_lora_rank", "max_cpu_loras"), _ADAPTERS)
 
 
 def config_from(**given: Any) -> EngineConfig:
@@ -29,9 +37,8 @@ def config_from(**given: Any) -> EngineConfig:
     for name in sorted(set(given) & set(NEUTRAL)):
         value = given.pop(name)
         if value != NEUTRAL[name]:
-            raise ConfigError(
-                f"{name}={value!r} would have no effect here; leave it out (or give {name}={NEUTRAL[name]!r})"
-            )
+            instead = REMEDIES.get(name, f"or give {name}={NEUTRAL[name]!r}")
+            raise ConfigError(f"{name}={value!r} would have no effect here; leave it out ({instead})")
     if "speculative_config" in given:
         if "speculative" in given:
             raise ConfigError("speculative and speculative_config are the same setting; give one of them")

@@ -115,6 +115,9 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     assert settings.all_keys() == ("zeroth-secret-key", "first-secret-key", "second-secret-key")
     with pytest.raises(ConfigError, match="no key in it"):
         ServerSettings(api_key_file=write(tmp_path / "empty", "# nobody\n")).all_keys()
+    with pytest.raises(ConfigError, match=r"api_key_file=.*short, line 3: a key has at least 8") as caught:
+        ServerSettings(api_key_file=write(tmp_path / "short", "first-secret-key\n\nbrief\n")).all_keys()
+    assert "brief" not in str(caught.value)
     with pytest.raises(ConfigError, match="No such file"):
         ServerSettings(api_key_file=str(tmp_path / "none")).all_keys()
 

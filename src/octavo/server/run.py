@@ -26,7 +26,7 @@ import uvicorn
 
 from octavo.async_engine import AsyncEngine
 from octavo.engine import Engine
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.logs import logger
 from octavo.server.app import create_app
 from octavo.server.connection import protocol_for
@@ -83,6 +83,12 @@ class Running:
         """Blocks. Raises ConfigError for settings that cannot be honoured. See `serve` for how it ends."""
         # Fail before the port is open on what can be known now.
         config = config_from(**self._loaded.engine)
+        self.state.check_names(config.model, config.lora or ())
+        if "max_loras" in self._loaded.engine and not config.lora and not len(self.app.state.keys):
+            raise ConfigError(
+                f"max_loras={config.max_loras} has no effect without adapters, and none can be loaded later without "
+                "API keys; leave it out, or give lora or api_key_file"
+            )
         check_address(self._loaded.server.host, self._loaded.server.port)
         for warning in self._loaded.warnings:
             self._say(f"warning: {warning}")
@@ -118,14 +124,19 @@ class Running:
 
     def _load(self, config: Any) -> None:
         try:
-            engine = self._build_engine(config, on_progress=self._progress)
-        except BaseException as error:
-            self.state.load_error = f"{type(error).__name__}: {error}"
-            self._say(f"octavo: the model could not be loaded: {error}")
-            if not isinstance(error, ConfigError):
+            self._make_ready(config)
+        except BaseException as error:  # nobody else would hear of it: the port would say "loading" for ever
+            message = " ".join(str(error).split())
+            self.state.load_error = f"{type(error).__name__}: {message}"
+            asked = isinstance(error, ConfigError | RequestError)
+            said = message if asked else f"{self.state.load_error} (OCTAVO_DEBUG=1 shows where)"
+            self._say(f"octavo: the model could not be loaded: {said}")
+            if os.environ.get("OCTAVO_DEBUG"):
                 logger.error("loading failed", exc_info=error)
-            self._end(2 if isinstance(error, ConfigError) else 1)
-            return
+            self._end(2 if asked else 1)
+
+    def _make_ready(self, config: Any) -> None:
+        engine = self._build_engine(config, on_progress=self._progress)
         self._progress("grammars", 0, 1)
         if why := engine.warm_grammars():
             logger.info("requests for structured output will be refused: %s", why)

@@ -89,9 +89,8 @@ class ServerSettings:
                     f"cors_origins: {origin!r} is no origin as browsers send it; give https://host[:port], in small "
                     "letters and without a path, or *"
                 )
-        for key in self.api_keys:
-            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError("api_keys: a key has at least 8 printable ASCII characters and no blank")
+        for number, key in enumerate(self.api_keys, 1):
+            _check_key(key, f"api_keys: key {number}")
 
     def _range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
@@ -106,10 +105,14 @@ class ServerSettings:
             lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_key_file={self.api_key_file}: {error}") from error
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+        keys = {
+            n: line.strip() for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
+        }
         if not keys:
             raise ConfigError(f"api_key_file={self.api_key_file}: no key in it")
-        return ServerSettings(api_keys=(*self.api_keys, *keys)).api_keys
+        for number, key in keys.items():
+            _check_key(key, f"api_key_file={self.api_key_file}, line {number}")
+        return (*self.api_keys, *keys.values())
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,12 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         raise ConfigError(f"{name}={value!r}: must be of type {wanted[-1].__name__}")
     return value
+
+
+def _check_key(key: str, where: str) -> None:
+    """Raises `ConfigError` that says where the key stands, never what it is."""
+    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where}: a key has at least 8 printable ASCII characters and no blank")
 
 
 def _shown(name: str, value: Any) -> str:

@@ -7,7 +7,7 @@ need an engine take `ready_engine` as a dependency and so never see one that is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -56,12 +56,16 @@ class ServerState:
         """The adapter that a request for `model` runs with; None for the model itself."""
         return model if model is not None and model not in self.model_names else None
 
+    def check_names(self, model: str, adapters: Iterable[str]) -> None:
+        """Raises `ConfigError` for an adapter under a name of the model. model: what it is loaded from."""
+        if same := set(self.model_names or (_own_name(model),)) & set(adapters):
+            raise ConfigError(f"lora: {', '.join(sorted(same))} is the name of the model itself; choose another")
+
     def attach(self, engine: AsyncEngine) -> None:
         """The engine is loaded and started: requests may come."""
         if not self.model_names:
             self.model_names = (_own_name(engine.engine.config.model),)
-        if same := set(self.model_names) & set(engine.engine.adapters.names):
-            raise ConfigError(f"lora: {', '.join(sorted(same))} is the name of the model itself; choose another")
+        self.check_names(engine.engine.config.model, engine.engine.adapters.names)
         self._app.state.engine = engine
         engine.on_failure(lambda error: self.on_death(error))
 

@@ -56,6 +56,8 @@ async def model(model: str, caller: KeyedCaller, state: State) -> Response:
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     limit = state.engine.engine.config.max_model_len if state.engine is not None else None
     card = {"id": name, "object": "model", "created": state.created, "owned_by": "octavo"}
-    if name in state.adapter_names and name not in state.model_names:
-        card |= {"parent": state.model_names[0]}
+    adapters = () if state.engine is None else state.engine.engine.adapters
+    for adapter in adapters:
+        if adapter.name == name and name not in state.model_names:
+            card |= {"parent": state.model_names[0], "created": adapter.loaded_at}
     return card if limit is None else {**card, "max_model_len": limit}
