@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from helpers.http_server import Served
 from helpers.tiny_models import oracle_greedy, write_tiny
+from octavo.cli.main import main
 from octavo.config import make_config
 from octavo.engine import Engine
 from octavo.server.settings import ServerSettings
@@ -128,6 +130,43 @@ def test_refusals(served: Served, place: Place, tmp_path: Path) -> None:
     refused(load, 401, "an API key is needed", None, lora_name="x", lora_path=place.paths["clerk"])
     refused(unload, 404, "loaded: poet", lora_name="clerk")
     assert set(models(served)) == {"tiny", "poet"}
+
+
+def test_an_adapter_with_numbers_that_are_none_is_refused(served: Served, place: Place, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(Path(place.paths["clerk"]) / "adapter_model.safetensors")
+    name = sorted(weights)[-1]
+    weights[name][0, 0] = float("nan")
+    (tmp_path / "adapter_config.json").write_bytes(Path(place.paths["clerk"], "adapter_config.json").read_bytes())
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    answer = post(served, "/v1/load_lora_adapter", lora_name="clerk", lora_path=str(tmp_path))
+    assert answer.status_code == 400 and f"{name} holds NaN or infinity" in answer.json()["error"]["message"]
+
+
+def test_created_is_when_the_adapter_came(served: Served, place: Place) -> None:
+    served.app.state.server.created -= 1000  # a server that has been up for a while
+    before = int(time.time())
+    assert post(served, "/v1/load_lora_adapter", lora_name="clerk", lora_path=place.paths["clerk"]).status_code == 200
+    answer = httpx.get(served.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    created = {card["id"]: card["created"] for card in answer.json()["data"]}
+    assert created["tiny"] == served.app.state.server.created < before <= created["clerk"] <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--served-model-name", "poet", "--lora", "poet=x"], "lora: poet is the name of the model itself"),
+        (["--lora", "tiny=x"], "lora: tiny is the name of the model itself"),
+        (["--max-loras", "3"], "max_loras=3 has no effect without adapters"),
+    ],
+)
+def test_what_can_be_known_before_loading_is_refused_at_the_door(
+    options: list[str], reason: str, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(place.model), "--port", "0", *options]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"octavo: {reason}")
 
 
 def test_without_keys_nobody_loads_adapters(place: Place) -> None:
