@@ -37,6 +37,8 @@ def build(config, on_progress):
     if {broken}:
         raise {broken}
     engine = scripted_engine(seconds=0.01, max_model_len=2000, num_blocks=2000)
+    for name in {adapters}:
+        engine.adapters._names[name] = None
     if {dies}:
         real, steps = engine.runner.execute, []
         def execute(plan):
@@ -47,16 +49,33 @@ def build(config, on_progress):
         engine.runner.execute = execute
     return engine
 
-sys.exit(serve(load({{"port": 0, "drain_seconds": {drain}, "request_log": "-"}}), build=build))
+settings = {{"port": 0, "drain_seconds": {drain}, "request_log": "-", "served_model_name": {names}}}
+sys.exit(serve(load(settings), build=build))
 """
 
 
 class Process:
     """The program above, started and listened to."""
 
-    def __init__(self, *, loading: float = 0.0, broken: str = "None", dies: int = 0, drain: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        loading: float = 0.0,
+        broken: str = "None",
+        dies: int = 0,
+        drain: float = 10.0,
+        adapters: str = "()",
+        names: str = "()",
+    ) -> None:
         program = PROGRAM.format(
-            tests=str(TESTS), source=str(TESTS.parent / "src"), loading=loading, broken=broken, dies=dies, drain=drain
+            tests=str(TESTS),
+            source=str(TESTS.parent / "src"),
+            loading=loading,
+            broken=broken,
+            dies=dies,
+            drain=drain,
+            adapters=adapters,
+            names=names,
         )
         environment = {k: v for k, v in os.environ.items() if not k.startswith("OCTAVO_")}
         self.process = subprocess.Popen(
@@ -215,6 +234,17 @@ def test_a_model_that_cannot_be_loaded_ends_the_process(start: Any) -> None:
     assert "octavo: the model could not be loaded: no such model: x" in process.lines
     process = start(broken="ZeroDivisionError('a bug')")
     assert process.ends_with() == 1
+    said = "octavo: the model could not be loaded: ZeroDivisionError: a bug (OCTAVO_DEBUG=1 shows where)"
+    assert said in process.lines and not [line for line in process.lines if "Traceback" in line]
+
+
+def test_an_error_after_loading_ends_the_process_too(start: Any) -> None:
+    """Anywhere in the loader's thread: here a name that only the loaded engine has turns out to be the model's."""
+    process = start(adapters="('small',)", names="('small',)")
+    assert process.ends_with() == 2
+    said = "octavo: the model could not be loaded: lora: small is the name of the model itself; choose another"
+    assert said in process.lines
+    assert not [line for line in process.lines if "Traceback" in line or line.startswith("ready")]
 
 
 def test_health_is_red_when_the_engine_has_failed() -> None:
