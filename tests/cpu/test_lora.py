@@ -269,13 +269,14 @@ def test_the_command_line_gives_only_a_default(sets: Any, tmp_path: Path, capsys
     assert code == 0 and texts[0] == texts[1] != texts[2]
     assert_greedy(found.oracles["a"], PROMPTS[1], texts[0])
     assert_greedy(found.oracles[None], PROMPTS[1], texts[2])
-    for options, prompts, reason in (
+    refused: list[tuple[list[str], list[dict[str, Any]], str]] = [
         (["--lora", a], [{"lora": "a"}, {"lora": "zz"}], "prompt 1: lora='zz': no adapter of this name; given: 'a'"),
         ([], [{"lora": "zz"}], "given: none"),
         (["--max-loras", "2"], [{}], "--max-loras: no effect without --lora"),
         (["--lora", found.paths["a"]], [{}], "write NAME=DIR"),
         (["--lora", "=x"], [{}], "--lora =x: write NAME=DIR"),
-    ):
+    ]
+    for options, prompts, reason in refused:
         code, texts, said = run(prompts, *options)
         assert code == 2 and not texts and reason in said, said
 
