@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,15 @@ from octavo.cli.main import build_parser, main
 from octavo.errors import ConfigError
 from octavo.server import run as server_run
 from octavo.server.settings import Loaded, ServerSettings, load
+
+
+@pytest.fixture(autouse=True)
+def signals_are_given_back() -> Iterator[None]:
+    """A server takes its process's signals for good; here the process is the tests'."""
+    before = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for sig, handler in before.items():
+        signal.signal(sig, handler)
 
 
 def write(path: Path, text: str) -> str:
