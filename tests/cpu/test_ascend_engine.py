@@ -171,9 +171,7 @@ def test_what_the_operator_cannot_run_runs_in_plain_torch(
 
 
 def test_number_formats_that_do_not_exist_there_are_refused(models: dict[str, Model]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"only the GPU kernels read fp8 keys and values; use int8 or auto on npu"
-    ):
+    with pytest.raises(ConfigError, match=r"only the GPU kernels read fp8 keys and values; use int8 or auto on npu"):
         engine(models["llama"], kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="quantization='fp8' needs a GPU"):
         engine(models["llama"], quantization="fp8")
