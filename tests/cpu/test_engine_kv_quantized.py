@@ -121,6 +121,8 @@ def test_the_settings_report_says_what_was_chosen(models: dict[str, Path]) -> No
 class Scaled:
     """Keys times `factor` in the cache, queries divided by it: the same attention, other numbers to store."""
 
+    rotate_and_write = None  # in two calls, so that `write` below is one of them
+
     def __init__(self, inner: AttentionBackend, factor: float) -> None:
         self.inner, self.factor = inner, factor
 

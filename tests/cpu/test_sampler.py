@@ -120,9 +120,16 @@ def test_filters_keep_what_a_plain_reference_keeps(vocab, params):
         return
     scratch = filters.Scratch(vocab)
     ids, weights = filters.keep(logits, logits.max(), s.temperature, s.top_k, s.top_p, s.min_p, scratch)
-    expected = naive_distribution(logits, **params)
-    assert ids.tolist() == np.flatnonzero(expected).tolist()
-    np.testing.assert_allclose(weights / weights.sum(), expected[ids], rtol=2e-5)
+    # A token whose border lies within float32 rounding of top_p may fall on either side of it.
+    top_p = params.get("top_p", 1.0)
+    least, most = (
+        set(np.flatnonzero(naive_distribution(logits, **{**params, "top_p": p})).tolist())
+        for p in ((top_p - 1e-6, top_p + 1e-6) if top_p < 1 else (1.0, 1.0))
+    )
+    assert least <= set(ids.tolist()) <= most
+    assert ids.tolist() == sorted(ids.tolist())
+    plain = naive_distribution(logits, temperature=params.get("temperature", 1.0))[ids]
+    np.testing.assert_allclose(weights / weights.sum(), plain / plain.sum(), rtol=2e-5)
 
 
 def test_ties_with_the_kth_are_kept_and_top_p_takes_lower_ids_first():
