@@ -73,8 +73,14 @@ def test_speed(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [(["--seconds", "0"], "must be above 0"), (["--cpu-time"], "--threads 1"), (["--text", "/dev/null"], "two tokens")],
+    [(["--cpu-time"], "--threads 1"), (["--text", "/dev/null"], "two tokens")],
 )
 def test_refusals(given: list[str], reason: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "quantization", "--model", tiny, "--only", "quality", *given]) != 0
     assert reason in capsys.readouterr().err
+
+
+def test_a_time_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "quantization", "--seconds", "0"])
+    assert "must be a finite number above 0" in capsys.readouterr().err

@@ -294,7 +294,7 @@ def test_the_text_is_that_of_the_model_runner(overlap: bool, settings: dict[str,
 
 def test_eager_when_it_is_asked_for_or_cannot_be_otherwise(model: Model) -> None:
     with standing_in(QueueDevice()), model.engine(enforce_eager=True) as llm:
-        assert llm._live().runner.graphs is None and llm.settings()["enforce_eager"]["why"] == "as asked"
+        assert llm._live().runner.graphs is None and llm.settings()["enforce_eager"]["why"].startswith("as asked")
         eager = answers(llm)
         pool = llm._live().runner.store.num_blocks
         assert pool == llm.config.num_blocks
