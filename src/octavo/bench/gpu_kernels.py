@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench import kernels
 from octavo.bench.report import Column, Table, fixed, percent
 from octavo.bench.report import times as ratio
 
@@ -32,24 +33,8 @@ SECONDS = 0.3  # of repetitions
 
 
 @dataclass(frozen=True)
-class Shape:
-    """rows sequences of `context` tokens, the last `new` of them queries."""
-
-    rows: int
-    context: int
-    new: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        what = "decode" if self.new == 1 else f"{self.new:,} new"
-        return f"{self.rows} x {self.context:,}, {what}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
-
-    @property
-    def operations(self) -> float:
-        seen = self.context - (self.new - 1) / 2
-        return 4.0 * self.rows * self.heads * self.head_dim * self.new * seen
+class Shape(kernels.Shape):
+    """One case of attention, with the bytes it reads."""
 
     def layer_bytes(self, itemsize: int) -> int:
         """Keys and values of all rows in one layer."""
