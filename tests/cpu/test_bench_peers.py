@@ -43,6 +43,44 @@ def test_rows_of_two_engines_side_by_side(model: str, tmp_path: Path) -> None:
     assert missing == ["vllm", "openvino", "llama.cpp"]
 
 
+def test_quantised_weights_of_octavo_in_the_row_of_equal_sequences(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    small = ["--rows", "g", "--repeat", "1", "--shrink", "16", "--dtype", "float32", "--threads", "1"]
+    assert main(["bench", "peers", "--model", model, "--quantization", "int8", *small, "--json", str(file)]) == 0
+    said = json.loads(file.read_text())
+    ((row,),) = said["tables"].values()
+    assert isinstance(row["g"], float), said["notes"]  # the difference of two noisy times: any sign
+    assert said["facts"]["quantization"] == "int8"
+
+
+def test_quantised_weights_reach_the_engine(model: str) -> None:
+    peer = Peer("octavo", sys.executable, model, quantization="nonsense")
+    with pytest.raises(PeerError, match="nonsense"):
+        peer_engines.start(peer, dtype="float32", threads=1, prefix=False, max_len=64, slots=1)
+
+
+def test_llamas_own_measure_is_used_where_it_lies_beside_the_server(tmp_path: Path) -> None:
+    server, bench = tmp_path / "llama-server", tmp_path / "llama-batched-bench"
+    server.touch()
+    peer = Peer("llama.cpp", str(server), "model.gguf")
+    assert peer_engines.batched_bench(peer) is None  # not built
+    said = tmp_path / "said"
+    bench.write_text(f"""#!/bin/sh
+echo "$@" > {said}
+echo 'main: about to start'
+echo '{{"pp": 128, "tg": 64, "pl": 64, "speed_pp": 9.0, "speed_tg": 123.5}}'
+""")
+    bench.chmod(0o755)
+    measure = peer_engines.batched_bench(peer)
+    assert measure is not None and measure(2, 64, 128, 64) == 123.5
+    assert said.read_text().split()[:2] == ["-m", "model.gguf"]
+    assert "-npp 128 -ntg 64 -npl 64" in said.read_text() and f"-c {64 * 192}" in said.read_text()
+    assert peer_engines.batched_bench(Peer("vllm", str(server), "model")) is None
+    bench.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(PeerError, match="status 3 and 0 lines"):
+        measure(2, 64, 128, 64)
+
+
 def test_an_engine_that_cannot_start_is_a_note_and_no_end(model: str, tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     empty = tmp_path / "empty"
@@ -65,6 +103,9 @@ def test_loads_have_the_shape_of_the_rows_and_differ_between_repetitions() -> No
     assert len(sharing) == 32 and len({r.ids[:1024] for r in sharing}) == 1
     assert len({r.ids for r in sharing}) == 32 and {len(r.ids) for r in sharing} == {1056}
     assert loads.sharing(1)[0].ids[:1024] != sharing[0].ids[:1024]
+    together = loads.together(64, 0)
+    assert len(together) == 64 and {(len(r.ids), r.output) for r in together} == {(128, 64)}
+    assert len({r.ids for r in together}) == 64 and {r.output for r in loads.together(1, 0)} == {1}
     (many,) = loads.samples(8, 0)
     assert (len(many.ids), many.output, many.samples, many.temperature) == (512, 64, 8, 1.0)
     assert [r.output for r in loads.one(1, 0) + loads.one(128, 0) + loads.first(1024, 0)] == [1, 128, 1]

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +42,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine that is there. program: its interpreter, or the server's binary. model: files in its own format."""
+    """An engine that is there. program: its interpreter, or the server's binary. model: files in its own format.
+
+    quantization: what Octavo is to make of the weights; other engines run theirs as they are.
+    """
 
     kind: str
     program: str
     model: str
     shares_prefixes: bool = True
+    quantization: str | None = None
 
 
 class Running(Protocol):
@@ -92,7 +97,7 @@ class Worker:
 
     def __init__(self, peer: Peer, dtype: str, threads: int, prefix: bool, max_len: int) -> None:
         self._kind = peer.kind
-        place = ["on" if prefix else "off", str(max_len)]
+        place = ["on" if prefix else "off", str(max_len), peer.quantization or "none"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         if peer.kind == "octavo":
             source = str(Path(__file__).parents[2])
@@ -107,7 +112,11 @@ class Worker:
             text=True,
             env=environment,
         )
-        self.version = str(self._answer()["ready"])
+        try:
+            self.version = str(self._answer()["ready"])
+        except PeerError:
+            self.stop()
+            raise
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -210,6 +219,28 @@ class LlamaServer:
         return _wait(self._process)
 
 
+def batched_bench(peer: Peer) -> Callable[[int, int, int, int], float] | None:
+    """llama.cpp's own measure of many sequences that decode together, if it was built beside the server.
+
+    (threads, sequences, prompt tokens, output tokens) -> output tokens per second, prompts not counted.
+    """
+    program = Path(peer.program).with_name("llama-batched-bench")
+    if peer.kind != "llama.cpp" or not program.exists():
+        return None
+
+    def measure(threads: int, sequences: int, prompt: int, output: int) -> float:
+        context = sequences * (prompt + output)
+        options = {"-t": threads, "-tb": threads, "-c": context, "-npp": prompt, "-ntg": output, "-npl": sequences}
+        command = [str(program), "-m", peer.model, *(str(word) for option in options.items() for word in option)]
+        done = subprocess.run([*command, "--output-format", "jsonl"], capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not lines:
+            raise PeerError(f"{program} ended with status {done.returncode} and {len(lines)} lines of results")
+        return float(json.loads(lines[-1])["speed_tg"])
+
+    return measure
+
+
 # -- finding them ----------------------------------------------------------------------------------------------------
 
 #: kind -> how to get it, one line each
@@ -229,7 +260,7 @@ HOW_TO_GET = {
     ),
     "llama.cpp": (
         "github.com/ggml-org/llama.cpp: `cmake -B build -DGGML_NATIVE=ON && cmake --build build --target "
-        "llama-server`; --llama-server PATH --llama-model FILE.gguf"
+        "llama-server llama-batched-bench`; --llama-server PATH --llama-model FILE.gguf"
     ),
 }
 
@@ -242,6 +273,7 @@ def setting(given: str | None, variable: str) -> str | None:
 def find_peers(
     *,
     model: str,
+    quantization: str | None = None,
     hf_model: str | None,
     transformers_python: str | None,
     vllm_python: str | None,
@@ -257,7 +289,7 @@ def find_peers(
         "openvino": (openvino_python, openvino_model),
         "llama.cpp": (llama_server, llama_model),
     }
-    peers = {"octavo": Peer("octavo", sys.executable, model)}
+    peers = {"octavo": Peer("octavo", sys.executable, model, quantization=quantization)}
     for kind, (program, files) in candidates.items():
         if program is None or files is None:
             continue

@@ -2,7 +2,7 @@
 
 A script for the interpreter in which that engine is installed; nothing of Octavo is imported unless it is the engine.
 
-    PYTHON peer_worker.py KIND MODEL DTYPE THREADS PREFIX(on|off) MAX_LEN
+    PYTHON peer_worker.py KIND MODEL DTYPE THREADS PREFIX(on|off) MAX_LEN QUANTIZATION(none|...)
 
 in:  {"requests": [{"ids": [...], "output": N, "samples": N, "temperature": T}, ...]}
 out: {"ready": version} once, then per load {"seconds": S, "outputs": [[tokens of each sample], ...]} or {"error": text}
@@ -62,11 +62,12 @@ def vllm(model: str, dtype: str, threads: int, prefix: bool, max_len: int) -> Ge
     return vllm_like("vllm", model, dtype, prefix, max_len)
 
 
-def octavo(model: str, dtype: str, threads: int, prefix: bool, max_len: int) -> Generate:
+def octavo(model: str, dtype: str, threads: int, prefix: bool, max_len: int, quantization: str) -> Generate:
     load_format = os.environ.get("OCTAVO_PEERS_LOAD_FORMAT", "auto")
     # Prompts are ids: a directory without a tokenizer will do.
     bare = os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer.json"))
-    return vllm_like("octavo", model, dtype, prefix, max_len, load_format=load_format, skip_tokenizer_init=bare)
+    more = {} if quantization == "none" else {"quantization": quantization}
+    return vllm_like("octavo", model, dtype, prefix, max_len, load_format=load_format, skip_tokenizer_init=bare, **more)
 
 
 def transformers(model: str, dtype: str, threads: int, prefix: bool, max_len: int) -> Generate:
@@ -133,7 +134,7 @@ def openvino(model: str, dtype: str, threads: int, prefix: bool, max_len: int) -
     return generate
 
 
-ENGINES: dict[str, Callable[[str, str, int, bool, int], Generate]] = {
+ENGINES: dict[str, Callable[..., Generate]] = {
     "octavo": octavo,
     "vllm": vllm,
     "transformers": transformers,
@@ -142,7 +143,7 @@ ENGINES: dict[str, Callable[[str, str, int, bool, int], Generate]] = {
 
 
 def main(arguments: list[str]) -> int:
-    kind, model, dtype, threads, prefix, max_len = arguments
+    kind, model, dtype, threads, prefix, max_len, quantization = arguments
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -150,7 +151,8 @@ def main(arguments: list[str]) -> int:
         answers.write(json.dumps(what) + "\n")
 
     try:
-        generate = ENGINES[kind](model, dtype, int(threads), prefix == "on", int(max_len))
+        more = (quantization,) if kind == "octavo" else ()
+        generate = ENGINES[kind](model, dtype, int(threads), prefix == "on", int(max_len), *more)
         from importlib import metadata
 
         package = {"openvino": "openvino-genai"}.get(kind, kind)

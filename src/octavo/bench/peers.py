@@ -31,15 +31,20 @@ rows
   d  a prompt of 512 tokens, 64 sampled tokens: seconds for one sample, and for 8
   e  32 requests that share 1,024 tokens and have 32 of their own, 32 tokens out: seconds, prefix caching on and off
   f  process start to the first token of a 16-token prompt, s; peak memory
+  g  64 requests of the same length, 128 in and 64 out: tokens per second while all decode, prompts not counted
+     (llama.cpp: by llama-batched-bench, without server or sampling, where it lies beside llama-server)
+
+Engines run the files they are given. To compare quantised weights, give each engine its own and Octavo --quantization.
 
 examples:
   octavo bench peers --hf-model DIR --transformers-python .venv/bin/python
   octavo bench peers --rows ab --llama-server build/bin/llama-server --llama-model model-bf16.gguf
+  octavo bench peers --rows ag --model q8_0.gguf --quantization gguf --llama-model q8_0.gguf --llama-server PATH
 environment, where an option is not given:
   OCTAVO_PEERS_HF_MODEL, _TRANSFORMERS_PYTHON, _VLLM_PYTHON, _OPENVINO_PYTHON, _OPENVINO_MODEL, _LLAMA_SERVER,
   _LLAMA_MODEL
 """
-ROWS = "abcdef"
+ROWS = "abcdefg"
 MAX_LEN = 2048
 OPTIONS = {
     "hf_model": "directory of safetensors, for transformers and vLLM",
@@ -58,6 +63,7 @@ GOALS = {
     "d8": ("lower", 0.6),
     "e_on": ("lower", 0.5),
     "f": ("lower", 1.3),
+    "g": ("higher", 1.0),
 }
 TITLES = {
     "a": "a: ms/token",
@@ -69,6 +75,7 @@ TITLES = {
     "e_off": "e: off, s",
     "f": "f: start, s",
     "memory": "f: peak MiB",
+    "g": "g: decode tok/s",
 }
 
 
@@ -80,6 +87,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="gemma-3-270m", metavar="NAME", help="what Octavo runs (gemma-3-270m)")
+    parser.add_argument(
+        "--quantization", choices=["int8", "int4", "gguf"], help="Octavo's weights (none: as --dtype says)"
+    )
     for name, text in OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="PATH", help=text)
     parser.add_argument("--rows", default=ROWS, metavar="LETTERS", help=f"which rows ({ROWS})")
@@ -98,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if wrong or not args.rows:
         raise ConfigError(f"--rows {args.rows!r}: letters out of {ROWS}")
     given = {name: peer_engines.setting(getattr(args, name), f"OCTAVO_PEERS_{name.upper()}") for name in OPTIONS}
-    peers = peer_engines.find_peers(model=args.model, **given)
+    peers = peer_engines.find_peers(model=args.model, quantization=args.quantization, **given)
     loads = Loads(_vocabulary(args.model), args.shrink)
-    report = Report("peers", {**machine_facts(), "dtype": args.dtype, "peer_threads": args.threads})
+    about = {"dtype": args.dtype, "quantization": args.quantization or "none", "peer_threads": args.threads}
+    report = Report("peers", {**machine_facts(), **about})
     rows = []
     with bar(len(peers), "peers") as tick:
         for peer in peers.values():
@@ -160,6 +171,10 @@ class Loads:
     def samples(self, count: int, repetition: int) -> list[Request]:
         return [self._request(512, 64, 500 + 10 * count + repetition, count, 1.0)]
 
+    def together(self, output: int, repetition: int) -> list[Request]:
+        """Row g: equal lengths, so that all decode at the same time. A single token is never less."""
+        return [self._request(128, output, 200_000 + 1000 * repetition + i) for i in range(self._less(64))]
+
     def sharing(self, repetition: int) -> list[Request]:
         head = random_ids(self._less(1024), 70 + repetition, self._vocab_size)
         tails = [random_ids(self._less(32), 100_000 + 1000 * repetition + i, self._vocab_size) for i in range(32)]
@@ -171,7 +186,7 @@ def measure(peer: Peer, args: argparse.Namespace, loads: Loads, notes: list[str]
     row: dict[str, Any] = {"engine": peer.kind}
     if "f" in args.rows:
         row.update(_guarded(peer, "f", notes, partial(_start_up, peer, args, loads)))
-    for prefix, slots, letters in ((False, 1, "ab"), (False, 64, "cd"), (False, 32, "e"), (True, 32, "e")):
+    for prefix, slots, letters in ((False, 1, "ab"), (False, 64, "cdg"), (False, 32, "e"), (True, 32, "e")):
         asked = [letter for letter in letters if letter in args.rows]
         if asked and (peer.shares_prefixes or not prefix):
             act = partial(_rows, peer, args, loads, prefix, slots, asked)
@@ -226,11 +241,27 @@ def _rows(
         if "d" in letters:
             found["d1"] = typical(lambda k: loads.samples(1, k))
             found["d8"] = typical(lambda k: loads.samples(8, k))
+        if "g" in letters:
+            found["g"] = _decode_rate(peer, args, loads, typical)
         if "e" in letters:
             found["e_on" if prefix else "e_off"] = typical(loads.sharing)
     finally:
         engine.stop()
     return found
+
+
+def _decode_rate(
+    peer: Peer, args: argparse.Namespace, loads: Loads, typical: Callable[[Callable[[int], list[Request]]], float]
+) -> float:
+    """Tokens per second of equal sequences beyond their first token."""
+    many = loads.together(64, 0)
+    bench = peer_engines.batched_bench(peer)
+    if bench is not None:
+        return statistics.median(
+            bench(args.threads, len(many), len(many[0].ids), many[0].output) for _ in range(args.repeat)
+        )
+    extra = typical(lambda k: loads.together(64, k)) - typical(lambda k: loads.together(1, k))
+    return len(many) * (many[0].output - 1) / extra if extra > 0 else float("nan")
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
