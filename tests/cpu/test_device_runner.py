@@ -19,7 +19,6 @@ from helpers.oracle import Model, random_ids, tiny
 from helpers.paged import fresh_seed
 from helpers.queue_device import QueueDevice, standing_in
 from octavo import LLM, PoolingParams, SamplingParams, builder
-from octavo.builder import layout_for
 from octavo.config import EngineConfig, Facts, resolve
 from octavo.core.step import SequenceStart, StepPlan
 from octavo.device_setup import measured_budget, weights_must_fit
@@ -36,6 +35,7 @@ from octavo.runner.device_sampler import DrawInputs, Mode, draw, list_logprobs, 
 from octavo.runner.draws import DrawParameters
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.noise import uniforms
+from octavo.sizing import layout_for
 
 PROMPTS = [random_ids(9 + 7 * i, i) for i in range(6)]
 SMALL: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 100}

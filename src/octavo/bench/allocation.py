@@ -178,7 +178,7 @@ class _Model:
 
     def scheduler(self, policy: Policy, settings: dict[str, Any], kv_bytes: int) -> tuple[SchedulerSettings, KVLayout]:
         """The scheduler that an engine with this policy has: as many blocks as the KV bytes hold."""
-        from octavo.builder import layout_for
+        from octavo.sizing import layout_for
 
         config = make_config(**{**settings, **policy.settings})
         layout = layout_for(config, self.spec, self.itemsize)

@@ -214,16 +214,16 @@ def weights_of(lever: Lever, sizes: StoredSizes, itemsize: int) -> int:
 
 def block_bytes_of(lever: Lever, settings: dict[str, Any], sizes: StoredSizes, itemsize: int) -> int:
     """Bytes of one block of an engine's pool (without a draft model's share)."""
-    from octavo.builder import layout_for
     from octavo.config import make_config
+    from octavo.sizing import layout_for
 
     return layout_for(make_config(**{**settings, **lever.settings}), sizes.spec, itemsize).bytes_per_block
 
 
 def least_memory(lever: Lever, settings: dict[str, Any], sizes: StoredSizes, itemsize: int) -> int:
     """Bytes of an engine's weights and of one sequence of max_model_len."""
-    from octavo.builder import blocks_for_longest, layout_for
     from octavo.config import make_config
+    from octavo.sizing import blocks_for_longest, layout_for
 
     config = make_config(**{**settings, **lever.settings})
     layout = layout_for(config, sizes.spec, itemsize)

@@ -96,9 +96,9 @@ def rate_of(parts: dict[str, Any]) -> float:
 
 def sizes(settings: dict[str, Any], cases: list[tuple[int, int]], steps: int) -> dict[str, Any]:
     """Settings that make room for the largest case."""
-    from octavo.builder import layout_for
     from octavo.devices import find_device
     from octavo.models.load import pick_dtype, read_spec
+    from octavo.sizing import layout_for
 
     config = make_config(**settings)
     dtype = pick_dtype(config.dtype, find_device(config.device).kind)
