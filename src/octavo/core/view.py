@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from octavo.core.block_pool import BlockPool
     from octavo.core.block_table import BlockTable
+    from octavo.core.memory import KVMemory
     from octavo.core.request_tables import RequestTables
     from octavo.core.scheduler import Scheduler
 
@@ -64,7 +65,7 @@ class PoolView:
 
 def pool_view(scheduler: Scheduler) -> PoolView:
     """Take a snapshot; costs time proportional to the blocks in use, so take it when somebody looks."""
-    memory, pool, layout = scheduler.memory, scheduler.memory.pool, scheduler.memory.layout
+    memory, layout = scheduler.memory, scheduler.memory.layout
     requests: dict[int, str] = {}
     known: dict[int, int] = {}
     computed: dict[int, int] = {}
@@ -78,36 +79,17 @@ def pool_view(scheduler: Scheduler) -> PoolView:
             requests[seq.seq_id] = request.request_id
             known[seq.seq_id], computed[seq.seq_id] = seq.num_tokens, seq.num_computed
             prompts[seq.seq_id] = request.prompt_len
-    tables, counts, fill = _held(rows, pool, layout.block_size)
     per_sequence = layout.static_bytes(scheduler.settings.max_model_len)
-    return PoolView(
-        num_blocks=pool.num_blocks,
-        num_free=pool.num_free,
-        num_cached=pool.num_cached,
-        num_used=pool.num_used,
-        num_shared=pool.num_shared,
-        num_pending=pool.num_pending,
-        usage=pool.num_used / pool.num_blocks,
-        block_size=layout.block_size,
-        bytes_per_block=layout.bytes_per_block,
-        windows=tuple(g.window for g in layout.groups),
-        block_tables=tables,
-        ref_counts=counts,
-        filled_slots=sum(fill.values()),
-        reserved_slots=len(fill) * layout.block_size,
+    view = _view(rows, memory)
+    return replace(
+        view,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
-        num_sequences=len(tables),
-        peak_used=pool.peak_used,
         peak_sequences=scheduler.counters.peak_running,
-        copies=memory.num_copies,
-        forks=memory.num_forks,
         preemptions=scheduler.counters.preemptions,
         swapped_blocks=memory.host_pool.num_used if memory.host_pool else 0,
-        static_bytes_same_load=len(tables) * per_sequence,
-        shared_saved_blocks=sum(c - 1 for c in counts.values()),
+        static_bytes_same_load=view.num_sequences * per_sequence,
         requests=requests,
-        fill=fill,
         released_blocks=_released(scheduler),
         static_bytes_per_sequence=per_sequence,
         num_tokens=known,
@@ -118,9 +100,21 @@ def pool_view(scheduler: Scheduler) -> PoolView:
 
 def requests_view(memory: RequestTables) -> PoolView:
     """The same for an engine that keeps its own scheduler. Nothing waits, and no longest length is known."""
-    pool, layout = memory.pool, memory.layout
     requests = list(memory.requests.values())
-    rows = [(r.seq_id, r.tables, r.context_len) for r in requests]
+    return replace(
+        _view([(r.seq_id, r.tables, r.context_len) for r in requests], memory),
+        num_running=len(requests),
+        peak_sequences=memory.peak_requests,
+        requests={r.seq_id: str(r.request_id) for r in requests},
+        released_blocks=tuple(sum(r.tables[g].first_live for r in requests) for g in range(memory.layout.num_groups)),
+        num_tokens={r.seq_id: r.seq_len for r in requests},
+        num_computed={r.seq_id: r.context_len for r in requests},
+    )
+
+
+def _view(rows: Iterable[tuple[int, Sequence[BlockTable], int]], memory: KVMemory | RequestTables) -> PoolView:
+    """What pool and tables say by themselves, of rows (seq_id, tables, written positions); the rest is zero."""
+    pool, layout = memory.pool, memory.layout
     tables, counts, fill = _held(rows, pool, layout.block_size)
     return PoolView(
         num_blocks=pool.num_blocks,
@@ -137,22 +131,18 @@ def requests_view(memory: RequestTables) -> PoolView:
         ref_counts=counts,
         filled_slots=sum(fill.values()),
         reserved_slots=len(fill) * layout.block_size,
-        num_running=len(requests),
+        num_running=0,
         num_waiting=0,
-        num_sequences=len(requests),
+        num_sequences=len(tables),
         peak_used=pool.peak_used,
-        peak_sequences=memory.peak_requests,
+        peak_sequences=0,
         copies=memory.num_copies,
         forks=memory.num_forks,
         preemptions=0,
         swapped_blocks=0,
         static_bytes_same_load=0,
         shared_saved_blocks=sum(c - 1 for c in counts.values()),
-        requests={r.seq_id: str(r.request_id) for r in requests},
         fill=fill,
-        released_blocks=tuple(sum(r.tables[g].first_live for r in requests) for g in range(layout.num_groups)),
-        num_tokens={r.seq_id: r.seq_len for r in requests},
-        num_computed={r.seq_id: r.context_len for r in requests},
     )
 
 
