@@ -1,195 +1,65 @@
-// The Python binding of paged attention: `Attention`, a pool of blocks and the plan of one step. See module.cpp.
-#include "kernels.h"
+// The Python binding of paged attention: `Attention`, see paged_attention.h and module.cpp.
 #include "module.h"
-#include "planner.h"
+#include "paged_attention.h"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <omp.h>
-
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace nb = nanobind;
 
 namespace octavo {
 namespace {
 
-struct CacheShape {
-  int64_t num_blocks, layers;
-  int32_t num_kv_heads, block_size, head_dim;
-};
+void attend(Attention& a, int64_t place, int window_index, uintptr_t table, int64_t table_stride, uintptr_t query,
+            int64_t query_stride, uintptr_t out, int io_type) {
+  a.attend(place, window_index, at<const int32_t>(table), table_stride, at<const void>(query), query_stride,
+           at<void>(out), static_cast<DType>(io_type));
+}
 
-class Attention {
- public:
-  Attention(uintptr_t kv, int kv_type, int64_t num_blocks, int64_t layers, int32_t num_kv_heads, int32_t block_size,
-            int32_t head_dim, int32_t num_heads, float scale, float softcap, const std::vector<int32_t>& windows,
-            int key_bits, int value_bits)
-      : shape_{num_blocks, layers, num_kv_heads, block_size, head_dim},
-        planner_(num_heads / num_kv_heads, num_kv_heads, head_dim) {
-    base_ = at<char>(kv);
-    args_.kv_type = static_cast<DType>(kv_type);
-    args_.head_stride = static_cast<int64_t>(block_size) * head_dim;
-    args_.value_offset = num_kv_heads * args_.head_stride;
-    args_.block_stride = layers * 2 * args_.value_offset;
-    layer_bytes_ = 2 * args_.value_offset * element_size(args_.kv_type);
-    block_bytes_ = layers * layer_bytes_;
-    if (key_bits) quantize(key_bits, value_bits);
-    args_.num_blocks = num_blocks;
-    args_.block_size = block_size, args_.head_dim = head_dim;
-    args_.num_heads = num_heads, args_.num_kv_heads = num_kv_heads;
-    args_.scale = scale, args_.softcap = softcap;
-    args_.max_rows = planner_.max_rows();
-    const int64_t floats = attention_work_floats(args_.max_rows, head_dim);
-    args_.work_stride = (floats + (key_bits ? quantized_work_floats(args_.max_rows, head_dim) : 0) + 15) / 16 * 16;
-    for (int32_t w : windows) plans_.emplace_back().window = w;
-  }
+void check_tokens(const Attention& a, int64_t tokens) {
+  if (tokens != a.tokens())
+    throw std::invalid_argument(std::to_string(tokens) + " tokens in a step planned for " + std::to_string(a.tokens()));
+}
 
-  // query_start int32 [rows + 1], context_len int32 [rows]; capacity: positions a table row has room for.
-  void plan(uintptr_t query_start, uintptr_t context_len, int64_t rows, int64_t capacity) {
-    const int32_t *start = at<const int32_t>(query_start), *context = at<const int32_t>(context_len);
-    std::vector<Row> next(static_cast<size_t>(rows));
-    for (int64_t r = 0; r < rows; ++r) {
-      const int32_t length = start[r + 1] - start[r];
-      if (start[0] != 0 || length < 0 || context[r] < length || context[r] > capacity)
-        throw std::invalid_argument("row " + std::to_string(r) + ": " + std::to_string(length) + " new tokens from " +
-                                    std::to_string(start[r]) + ", context " + std::to_string(context[r]) +
-                                    ", room in the table for " + std::to_string(capacity));
-      next[static_cast<size_t>(r)] = {start[r], length, context[r]};
-    }
-    rows_ = std::move(next);
-    tokens_ = rows ? start[rows] : 0;
-    threads_ = omp_get_max_threads();
-    int64_t slots = 0;
-    for (WindowPlan& p : plans_) {
-      planner_.fill(p, rows_, threads_);
-      slots = std::max(slots, p.slots);
-    }
-    grow(scratch_, slots * (shape_.head_dim + 2));
-    grow(work_, args_.work_stride * threads_ + kAlign / 4);
-  }
+void write(const Attention& a, int64_t place, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride,
+           uintptr_t value, int64_t value_stride, int io_type) {
+  check_tokens(a, tokens);
+  a.write(place, at<const int64_t>(slots), at<const void>(key), key_stride, at<const void>(value), value_stride,
+          static_cast<DType>(io_type));
+}
 
-  void attend(int64_t layer, int window_index, uintptr_t table, int64_t table_stride, uintptr_t query,
-              int64_t query_stride, uintptr_t out, int io_type) {
-    const WindowPlan& p = plans_.at(static_cast<size_t>(window_index));
-    AttentionArgs a = args_;
-    a.kv = layer_base(layer);
-    a.window = p.window;
-    a.rows = rows_.data();
-    a.table = at<const int32_t>(table), a.table_stride = table_stride;
-    a.query = at<const void>(query), a.query_stride = query_stride;
-    a.out = at<void>(out), a.io_type = static_cast<DType>(io_type);
-    a.items = p.items.data(), a.num_items = static_cast<int64_t>(p.items.size());
-    a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
-    a.scratch = scratch_.data(), a.work = aligned(work_.data());
-    a.threads = p.worth_threads ? threads_ : 1;
-    const int64_t bad = kernels->attend(a);
-    if (bad >= 0)
-      throw std::out_of_range("block table row " + std::to_string(bad) + " names a block outside the pool of " +
-                              std::to_string(shape_.num_blocks) + " blocks within the keys it reads");
-  }
+// norms: of queries and keys, null without; query_out is contiguous.
+void rotary_write(const Attention& a, int64_t place, uintptr_t slots, int64_t tokens, uintptr_t query,
+                  int64_t query_stride, uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride,
+                  uintptr_t query_out, uintptr_t cos, uintptr_t sin, uintptr_t query_norm, uintptr_t key_norm, float eps,
+                  int io_type) {
+  check_tokens(a, tokens);
+  RotaryArgs q{};
+  q.x = at<const void>(query), q.x_stride = query_stride, q.out = at<void>(query_out);
+  q.cos = at<const float>(cos), q.sin = at<const float>(sin);
+  q.norm = at<const float>(query_norm), q.eps = eps, q.type = static_cast<DType>(io_type);
+  a.rotary_write(place, at<const int64_t>(slots), q, at<const float>(key_norm), at<const void>(key), key_stride,
+                 at<const void>(value), value_stride);
+}
 
-  void write(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride, uintptr_t value,
-             int64_t value_stride, int io_type) const {
-    kernels->write(write_args(layer, slots, tokens, key, key_stride, value, value_stride, io_type));
-  }
+void set_places(Attention& a, const std::vector<std::tuple<int, int64_t, int>>& layers) {
+  std::vector<LayerPlace> places;
+  for (const auto& [group, place, window] : layers) places.push_back({group, place, window});
+  a.set_places(std::move(places));
+}
 
-  // norms: of queries and keys, null without; query_out is contiguous.
-  void rotary_write(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t query, int64_t query_stride, uintptr_t key,
-                    int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t query_out, uintptr_t cos,
-                    uintptr_t sin, uintptr_t query_norm, uintptr_t key_norm, float eps, int io_type) const {
-    const int64_t values = tokens * (args_.num_heads + shape_.num_kv_heads) * shape_.head_dim;
-    const RotaryArgs q{at<const void>(query), at<void>(query_out), query_stride, tokens, args_.num_heads,
-                       shape_.head_dim, at<const float>(cos), at<const float>(sin), at<const float>(query_norm), eps,
-                       static_cast<DType>(io_type), tokens > 1 && worth_threads(values)};
-    kernels->rotary_write({q, at<const float>(key_norm),
-                           write_args(layer, slots, tokens, key, key_stride, value, value_stride, io_type)});
-  }
-
-  // pairs: source, destination, source, destination, … in order: a later pair may read what an earlier one wrote.
-  void copy_blocks(const std::vector<int64_t>& pairs) const {
-    const size_t bytes = static_cast<size_t>(block_bytes_);
-    for (int64_t id : pairs) {
-      if (id < 0 || id >= shape_.num_blocks)
-        throw std::out_of_range("block " + std::to_string(id) + " lies outside the pool of " +
-                                std::to_string(shape_.num_blocks) + " blocks");
-    }
-    for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
-      if (pairs[i] == pairs[i + 1]) continue;
-      std::memcpy(base_ + static_cast<size_t>(pairs[i + 1]) * bytes, base_ + static_cast<size_t>(pairs[i]) * bytes,
-                  bytes);
-    }
-  }
-
-  int64_t tokens() const { return tokens_; }
-  int64_t split_items(int window_index) const {
-    return static_cast<int64_t>(plans_.at(static_cast<size_t>(window_index)).merges.size());
-  }
-
- private:
-  WriteArgs write_args(int64_t layer, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride,
-                       uintptr_t value, int64_t value_stride, int io_type) const {
-    const int64_t limit = shape_.num_blocks * shape_.block_size;
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (at<const int64_t>(slots)[t] < 0 || at<const int64_t>(slots)[t] >= limit)
-        throw std::out_of_range("slot " + std::to_string(at<const int64_t>(slots)[t]) + " of token " +
-                                std::to_string(t) + " lies outside the pool of " + std::to_string(limit) + " slots");
-    }
-    WriteArgs a{layer_base(layer), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
-                shape_.block_size, shape_.head_dim, shape_.num_kv_heads, at<const int64_t>(slots), tokens,
-                at<const void>(key), at<const void>(value), key_stride, value_stride, static_cast<DType>(io_type),
-                false, {args_.halves[0], args_.halves[1]}};
-    a.threaded = omp_get_max_threads() > 1 && tokens * shape_.num_kv_heads * shape_.head_dim > 65536;
-    return a;
-  }
-  char* layer_base(int64_t layer) const {
-    if (layer < 0 || layer >= shape_.layers)
-      throw std::out_of_range("layer " + std::to_string(layer) + " of a block with " + std::to_string(shape_.layers));
-    return base_ + layer * layer_bytes_;
-  }
-  // Vectors that straddle cache lines cost two loads each.
-  static constexpr uintptr_t kAlign = 64;
-  static float* aligned(float* p) {
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + kAlign - 1) / kAlign * kAlign);
-  }
-  static void grow(std::vector<float>& v, int64_t floats) {
-    if (static_cast<int64_t>(v.size()) < floats) v.resize(static_cast<size_t>(floats));
-  }
-
-  // Places in a quantised block; strides become bytes.
-  void quantize(int key_bits, int value_bits) {
-    int64_t first = 0;
-    for (int half = 0; half < 2; ++half) {
-      QuantizedHalf& h = args_.halves[half];
-      h.bits = half ? value_bits : key_bits;
-      h.first = first;
-      h.data = shape_.head_dim * h.bits / 8;
-      h.groups = h.bits == 4 ? groups_of(shape_.head_dim) : 0;
-      h.scales = shape_.block_size * h.data;
-      h.multipliers = h.scales + 2 * shape_.block_size;
-      h.slab = h.multipliers + shape_.block_size * h.groups;
-      first += shape_.num_kv_heads * h.slab;
-    }
-    layer_bytes_ = first;
-    block_bytes_ = args_.block_stride = shape_.layers * first;
-  }
-
-  char* base_;
-  int64_t layer_bytes_ = 0, block_bytes_ = 0;
-  CacheShape shape_;
-  Planner planner_;
-  AttentionArgs args_{};
-  std::vector<WindowPlan> plans_;
-  std::vector<Row> rows_;
-  std::vector<float> scratch_, work_;
-  int64_t tokens_ = 0;
-  int threads_ = 1;
-};
+void set_groups(Attention& a, const std::vector<std::tuple<uintptr_t, int64_t, uintptr_t>>& groups) {
+  std::vector<GroupStep> steps;
+  for (const auto& [table, stride, slots] : groups)
+    steps.push_back({at<const int32_t>(table), stride, at<const int64_t>(slots)});
+  a.set_groups(std::move(steps));
+}
 
 }  // namespace
 
@@ -198,9 +68,11 @@ void bind_attention(nb::module_& m) {
       .def(nb::init<uintptr_t, int, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
                     const std::vector<int32_t>&, int, int>())
       .def("plan", &Attention::plan)
-      .def("attend", &Attention::attend)
-      .def("write", &Attention::write)
-      .def("rotary_write", &Attention::rotary_write)
+      .def("attend", &attend)
+      .def("write", &write)
+      .def("rotary_write", &rotary_write)
+      .def("set_places", &set_places)
+      .def("set_groups", &set_groups)
       .def("copy_blocks", &Attention::copy_blocks)
       .def("split_items", &Attention::split_items)
       .def_prop_ro("tokens", &Attention::tokens);

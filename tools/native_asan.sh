@@ -31,6 +31,6 @@ from octavo.kernels.cpu.loader import native
 assert "/asan/" in native().__file__, native().__file__
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/cpu/test_native_attention.py", "tests/cpu/test_native_ops.py", "tests/cpu/test_native_rotary_write.py",
                       "tests/cpu/test_native_sampling.py", "tests/cpu/test_native_loading.py",
-                      "tests/cpu/test_native_quantized.py"]))
+                      "tests/cpu/test_native_quantized.py", "tests/cpu/test_native_stack.py"]))
 '
 done

@@ -2,7 +2,8 @@
 
 The runner names the sections of a step (prepare, model, head, sample); this class also stands in front of the dense
 operations and the attention backend, so that the model's share splits into products, attention, KV writes and small
-operations. Time in an inner section is taken off the outer one.
+operations. Time in an inner section is taken off the outer one. Where all layers run in one native call, that call
+counts the same parts itself.
 On a GPU every section waits for the device, which costs overlap: shares are right, the total is longer than that of
 an unwatched step.
 """
@@ -13,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from octavo.config import make_config
@@ -22,12 +23,14 @@ from octavo.progress import LoadProgress
 if TYPE_CHECKING:
     from octavo.engine import Engine
     from octavo.kernels.interface import AttentionBackend
+    from octavo.kernels.layer_stack import StackParts
     from octavo.kernels.ops import Ops
 
 Result = TypeVar("Result")
 
 PRODUCTS, ATTENTION, SMALL, HEAD = "products", "attention", "small operations", "head"
 KV_WRITE = "KV write"  # and rotation, where a backend does both in one pass
+_STACK_SECTIONS = {"products": PRODUCTS, "attention": ATTENTION, "rotation": KV_WRITE, "small": SMALL}
 _BACKEND_SECTIONS = {"attend": ATTENTION, "write": KV_WRITE, "rotate_and_write": KV_WRITE}
 
 
@@ -86,6 +89,13 @@ class StepProfile:
     def backend(self, inner: AttentionBackend) -> AttentionBackend:
         return cast("AttentionBackend", _TimedCalls(self, inner, _BACKEND_SECTIONS, None))
 
+    def add(self, parts: dict[str, float]) -> None:
+        """Count seconds that others measured inside the open section. Taken for as dear as a section each."""
+        for name, seconds in parts.items():
+            self.seconds[name] += seconds
+            self._open[-1].inner += seconds
+            self.entries += 1
+
     def cost_of_watching(self) -> float:
         """Seconds that the sections entered since `reset` added, by timing empty ones."""
         entries, count = self.entries, 2000
@@ -130,6 +140,37 @@ class _TimedOps(_TimedCalls):
 
     def queued_linear(self, *args: Any, **kwargs: Any) -> _TimedLinear:
         return _TimedLinear(self._profile, self._inner.queued_linear(*args, **kwargs))
+
+    def layer_stack(self, parts: StackParts) -> _TimedStack | str:
+        """The one that runs unwatched, which counts its own parts."""
+        make = getattr(self._inner, "layer_stack", None)
+        if make is None:
+            return f"the {self._inner.name} operations have none"
+        names = ("qkv", "out", "gate_up", "down")
+        layers = [replace(layer, **{name: _bare(getattr(layer, name)) for name in names}) for layer in parts.layers]
+        stack = make(replace(parts, layers=tuple(layers)))
+        return stack if isinstance(stack, str) else _TimedStack(self._profile, stack)
+
+
+class _TimedStack:
+    """Layers that run in one call: the seconds of its parts go where those of single operations would."""
+
+    def __init__(self, profile: StepProfile, inner: Any) -> None:
+        self._profile, self._inner = profile, inner
+
+    def serves(self, attention: Any) -> bool:
+        return bool(self._inner.serves(_bare(attention)))
+
+    def run(self, residual: Any, positions: Any, tables: Any, attention: Any) -> Any:
+        self._inner.watch()
+        hidden = self._inner.run(residual, positions, tables, _bare(attention))
+        self._profile.add({_STACK_SECTIONS[part]: seconds for part, seconds in self._inner.seconds().items()})
+        return hidden
+
+
+def _bare(watched: Any) -> Any:
+    """What a timed object stands in front of; others as they are."""
+    return watched._inner if isinstance(watched, (_TimedCalls, _TimedLinear)) else watched
 
 
 class _TimedLinear:

@@ -35,9 +35,11 @@ from octavo.models.moe import ExpertList, Experts, MixtureOfExperts, StackedExpe
 from octavo.models.names import is_float32, num_parameters, weight_shapes
 from octavo.models.rotary import RotaryTable
 from octavo.models.spec import ModelSpec
+from octavo.models.stack import make_stack
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
+    from octavo.kernels.layer_stack import LayerStack
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -66,6 +68,7 @@ class Decoder:
         self.activation_dtype: torch.dtype = getattr(ops, "activation_dtype", None) or dtype
         self.weight_bytes = 0
         self._ops = ops
+        self._stack: LayerStack | str | None = None  # or why there is none; None: not asked yet
         self.queue: Any = ops.load_queue() if hasattr(ops, "load_queue") else None
         with torch.inference_mode():
             # The head gives its rows back: no other copy is made.
@@ -256,7 +259,12 @@ class Decoder:
         `attention` receives views with a row stride: query [T, Hq, d] may, value [T, Hkv, d] does share storage with
         the fused product.
         """
-        residual, cos_sin = self._embedded(token_ids, positions), self._rotary(positions)
+        residual = self._embedded(token_ids, positions)
+        self._reserve(positions)
+        stack = self._layer_stack()
+        if not isinstance(stack, str) and stack.serves(attention):
+            return stack.run(residual, positions, [table.cos_sin for table in self._tables], attention)
+        cos_sin = [table.lookup(positions) for table in self._tables]
         layers, scale = self._layers, self.spec.residual_scale
         normed = layers[0].attention_norm(residual)
         for index, layer in enumerate(layers):
@@ -280,6 +288,19 @@ class Decoder:
             normed, residual = following.add(mixed, residual)
         return normed
 
+    def _layer_stack(self) -> LayerStack | str:
+        """All layers in one call, or why not; made at the first step, of the products there are."""
+        if self._stack is None:
+            self._stack = make_stack(self._ops, self.spec, self._layers, self._final_norm)
+        return self._stack
+
+    def why_no_stack(self, attention: AttentionBackend) -> str:
+        """Why a step with this backend goes operation by operation; empty where all layers run in one call."""
+        stack = self._layer_stack()
+        if isinstance(stack, str):
+            return stack
+        return "" if stack.serves(attention) else f"{type(attention).__name__} has no such call"
+
     def _embedded(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding [T, D], scaled, with learned positions added where the model has them."""
         rows = self._embed(token_ids)
@@ -289,14 +310,13 @@ class Decoder:
             rows = rows + F.embedding(positions + self.spec.position_offset, self._places).to(rows.dtype)
         return rows
 
-    def _rotary(self, positions: torch.Tensor) -> list[CosSin]:
-        """cos and sin of this step, once per kind of layer. Positions past the reserved rows make the tables grow."""
+    def _reserve(self, positions: torch.Tensor) -> None:
+        """Positions past the rows of the tables of cos and sin make those grow."""
         if not self._tables:
-            return []
+            return
         needed = int(positions.max()) + 1 if self.device.type == "cpu" else self.spec.max_position_embeddings
         for table in self._tables:
             table.reserve(needed)
-        return [table.lookup(positions) for table in self._tables]
 
     def _attend(
         self, index: int, layer: Layer, normed: torch.Tensor, cos_sin: list[CosSin], attention: AttentionBackend
@@ -357,6 +377,7 @@ class Decoder:
             raise KeyError(f"{name!r}: no product of this model; known: layers.<index>.<{'|'.join(known)}>")
         owner, part = owners[name]
         setattr(owner, part, linear)
+        self._stack = None  # it holds the product that was there
 
     def _owners(self) -> dict[str, tuple[Any, str]]:
         """Name of a product -> the object that holds it, and its attribute."""

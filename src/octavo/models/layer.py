@@ -29,13 +29,14 @@ class RMSNorm:
     """By the root of the mean square. weight: float32 [D], the final multiplier."""
 
     def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
-        self._norm, self._add, self._weight, self._eps = ops.rms_norm, ops.add_rms_norm, weight, eps
+        self._norm, self._add, self._eps = ops.rms_norm, ops.add_rms_norm, eps
+        self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x, self._weight, self._eps)
+        return self._norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._add(x, residual, self._weight, self._eps)
+        return self._add(x, residual, self.weight, self._eps)
 
 
 class LayerNorm:
@@ -67,11 +68,12 @@ class ProjectionNorms:
     """One RMS norm over all heads of q, and one over all of k. Weights float32 [heads · d]."""
 
     def __init__(self, ops: Ops, q: torch.Tensor, k: torch.Tensor, eps: float) -> None:
-        self._ops, self._q, self._k, self._eps = ops, q, k, eps
+        self._ops, self._eps = ops, eps
+        self.weights = (q, k)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, Hq, d], k [T, Hkv, d]."""
-        return self._normed(q, self._q), self._normed(k, self._k)
+        return self._normed(q, self.weights[0]), self._normed(k, self.weights[1])
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x.reshape(x.shape[0], -1), weight, self._eps).view(x.shape)

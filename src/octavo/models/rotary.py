@@ -91,6 +91,11 @@ class RotaryTable:
     def rows(self) -> int:
         return self._cos.shape[0]
 
+    @property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [rows, rotated] each, of the positions from 0 on; new ones once the table grows."""
+        return self._cos, self._sin
+
     def reserve(self, rows: int) -> None:
         """Make positions below `rows` available; at least doubles, so that growth costs O(1) per position."""
         if rows <= self.rows:

@@ -10,7 +10,7 @@ threads, nor on whether the tokens came in one chunk or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -101,6 +101,9 @@ class NativeAttention:
             windows,
             *bits,
         )
+        self._native.set_places(self._places)
+        #: (layers, query heads, key heads, head_dim) of the model
+        self.shape = (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._ops = NativeOps()
         self._tables: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
@@ -130,6 +133,13 @@ class NativeAttention:
         for slots in self._slots:
             if slots.numel() != self._tokens:
                 raise BoundsError(f"{slots.numel()} slots for a step of {self._tokens} tokens")
+        pairs = zip(self._tables, self._slots, strict=True)
+        self._native.set_groups([(table.data_ptr(), table.stride(0), slots.data_ptr()) for table, slots in pairs])
+
+    @property
+    def native(self) -> Any:
+        """The compiled pool with the planned step, for a stack of layers."""
+        return self._native
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key, value [T, Hkv, d] (any token stride) in the slots of the layer's group, in the cache's format."""

@@ -25,10 +25,12 @@ from octavo.kernels.quantized_weights import QuantizedWeight, SizedLinear
 
 if TYPE_CHECKING:
     from octavo.kernels.cpu.quantized import Panels
+    from octavo.kernels.layer_stack import LayerStack, StackParts
 
 #: GGUF's numbers of the plain types
 _KINDS_OF_TENSORS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+#: csrc/kernels.h: Activation
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 class NativeLinear:
@@ -90,6 +92,11 @@ class NativeLinear:
     def nbytes(self) -> int:
         """Bytes of the packed weight."""
         return int(self._packed.bytes)
+
+    @property
+    def native_parts(self) -> tuple[Any, int]:
+        """The packed weight, and the address of the bias (0: none), which lives as long as this object."""
+        return self._packed, self._bias_address
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         flat, code = self._input(x)
@@ -219,6 +226,12 @@ class NativeOps:
             return queued_linear(queue, parts, self.quantization, self.weight_dtype, bias)
         return NativeLinear.queued(queue, parts, self.weight_dtype, bias)
 
+    def layer_stack(self, parts: StackParts) -> LayerStack | str:
+        """All layers of a step in one call, or why these cannot be."""
+        from octavo.kernels.cpu.stack import layer_stack
+
+        return layer_stack(parts)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D]; float32 inside, x's dtype out."""
         flat, weight = _as_rows(x), _float(weight, x.shape[-1], "norm weight")
@@ -315,13 +328,15 @@ class NativeOps:
         if kind == "relu":
             gate, up = gate_up.chunk(2, dim=-1)
             return F.relu(gate) * up
-        if kind not in _KINDS:
-            raise ConfigError(f"activation {kind!r}: must be one of relu, {', '.join(_KINDS)}")
+        if kind not in ACTIVATIONS:
+            raise ConfigError(f"activation {kind!r}: must be one of relu, {', '.join(ACTIVATIONS)}")
         flat = _as_rows(gate_up)
         inner = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype)
         code = _code(gate_up)
-        self._native.gate(flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, _KINDS[kind], code)
+        self._native.gate(
+            flat.data_ptr(), flat.stride(0), out.data_ptr(), flat.shape[0], inner, ACTIVATIONS[kind], code
+        )
         return out
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:

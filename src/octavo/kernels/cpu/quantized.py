@@ -96,6 +96,11 @@ class NativeQuantizedLinear(NativeLinear):
         zeros_address = 0 if zeros is None else zeros.data_ptr()
         self._packed.pack_codes(codes.data_ptr(), scales.data_ptr(), zeros_address, panels.group, 0, rows)
 
+    @property
+    def reorders(self) -> bool:
+        """Whether inputs are put into the weight's order first: the packed weight alone is not the product then."""
+        return self._order is not None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x if self._order is None else x.index_select(-1, self._order))
 
