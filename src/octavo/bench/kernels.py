@@ -199,8 +199,8 @@ def _attention(shape: Shape, dtype_name: str, seconds: float, clock: Callable[[]
     advise_huge_pages(kv)
     kv.normal_()
     query = torch.randn(shape.rows * shape.new, shape.heads, shape.head_dim)
-    shuffled = _backend(cpu, kv, shape, torch.randperm(blocks))
-    in_order = _backend(cpu, kv, shape, torch.arange(blocks))
+    shuffled = planned_backend(cpu, kv, shape, torch.randperm(blocks))
+    in_order = planned_backend(cpu, kv, shape, torch.arange(blocks))
     key, value = torch.randn(2, shape.rows, shape.kv_heads, shape.context, shape.head_dim).to(dtype)
     q = torch.randn(shape.rows, shape.heads, shape.new, shape.head_dim).to(dtype)
     mask = torch.ones(shape.new, shape.context, dtype=torch.bool).tril(shape.context - shape.new)
@@ -228,8 +228,8 @@ def _attention(shape: Shape, dtype_name: str, seconds: float, clock: Callable[[]
 _BLOCK = 16
 
 
-def _backend(cpu: Any, kv: Any, shape: Shape, order: Any) -> Any:
-    """A planned backend whose rows own the pool's blocks in the given order."""
+def planned_backend(cpu: Any, kv: Any, shape: Shape, order: Any) -> Any:
+    """A planned backend whose rows own the pool's blocks in the given order. kv: one layer, see `KVCache`."""
     import torch
 
     from octavo.core.kv_layout import build_layout
@@ -252,7 +252,7 @@ def _backend(cpu: Any, kv: Any, shape: Shape, order: Any) -> Any:
         rotary=(0,),
     )
     per_token = spec.kv_values_per_token_layer() * kv.element_size()
-    layout = build_layout(spec.windows, block_size=_BLOCK, bytes_per_token_layer=per_token)
+    layout = build_layout(spec.windows, block_size=kv.shape[4], bytes_per_token_layer=per_token)
     backend = cpu.NativeAttention(KVCache(kv, layout), spec)
     tokens = shape.rows * shape.new
     backend.plan(
