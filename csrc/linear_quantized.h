@@ -1,26 +1,18 @@
 // y = x W^T + b over quantised panels. Included by each instruction set's file, after linear.h.
 //
-// The inputs of a row are rounded, 32 at a time, to 16-bit integers of a step of their own (largest / 32767), so that the
-// products of a unit are exact sums of integers, with twice the products per instruction that floats have. The rounding
-// is 256 times finer than that of eight-bit activations: about 1e-5 of an output, which keeps greedy text.
+// Inputs are 16-bit integers, a step per span of 256 (integer_rows.h), codes at most eight bits: the products of a fold
+// (the units of a span that share a scale) are an exact sum of integers.
 //
-// Invariant: an output is a chain over units in order, total = fma(factor, step * sum, total) and, where a format has
-// offsets, total = fma(-offset, step * sum of inputs, total). Sums of a unit are exact, so no tile, row count or thread
-// changes a bit.
+// Invariant: an output is a chain over spans in order, total = fma(step, part, total), and a part one over the folds of
+// its span, part = fma(factor, sum, part) and, where a format has offsets, part = fma(-offset, sum of inputs, part).
+// Integer zeros and middles are in the sum. Sums of a fold are exact, so no tile, row count or thread changes a bit.
 #pragma once
 
+#include "integer_rows.h"
 #include "linear.h"
 #include "quantized_panels.h"
 
 namespace {
-
-// Rows of x as integers. Row r: codes + r * width; steps, sums, shifts + r * units.
-struct IntegerRows {
-  int16_t* codes;
-  float *steps, *sums;  // step of a unit; step * (sum of its codes)
-  int32_t* shifts;      // middle * (sum of its codes)
-  int64_t units, width;
-};
 
 OCTAVO_INLINE veci input_pair(const int16_t* p) {
   int32_t pair;
@@ -75,245 +67,239 @@ OCTAVO_INLINE vec float_of(veci v) {
 #endif
 }
 
-// ---- x ----------------------------------------------------------------------------------------------------------------
-
-OCTAVO_INLINE void integer_unit(const float* x, int middle, const IntegerRows& to, int64_t row, int64_t unit) {
-  f8 v[4];
-  i8 most = splat_int(0);
-  for (int i = 0; i < 4; ++i) {
-    v[i] = load(x + 8 * i);
-    const i8 size = as_int(v[i]) & splat_int(0x7FFFFFFF);  // as integers: a NaN is larger than infinity
-    most = (most > size) ? most : size;
-  }
-  int32_t bits = 0;
-  for (int i = 0; i < 8; ++i) bits = most[i] > bits ? most[i] : bits;
-  float largest;
-  memcpy(&largest, &bits, 4);
-  const bool finite = bits < 0x7F800000;
-  const float inverse = finite && largest > 1e-30f ? 32767.0f / largest : 0;
-  i8 total = splat_int(0);
-  int16_t* codes = to.codes + row * to.width + unit * kUnit;
-  for (int i = 0; i < 4; ++i) {
-    const i8 q = inverse > 0 ? to_int(round_small(v[i] * splat(inverse))) : splat_int(0);
-    total += q;
-    for (int j = 0; j < 8; ++j) codes[8 * i + j] = (int16_t)q[j];
-  }
-  int32_t sum = 0;
-  for (int i = 0; i < 8; ++i) sum += total[i];
-  // What is not finite makes the whole row NaN.
-  const float step = finite ? (inverse > 0 ? largest / 32767.0f : 0) : __builtin_nanf("");
-  const int64_t at = row * to.units + unit;
-  to.steps[at] = step, to.sums[at] = step * (float)sum, to.shifts[at] = middle * sum;
-}
-
-template <class In>
-void integer_row(const In* x, int64_t k, int middle, const IntegerRows& to, int64_t row) {
-  float part[kUnit];
-  for (int64_t u = 0; u < to.units; ++u) {
-    const int64_t count = least(kUnit, k - u * kUnit);
-    if (count == kUnit && __is_same(In, float)) {
-      integer_unit((const float*)x + u * kUnit, middle, to, row, u);
-      continue;
-    }
-    for (int i = 0; i < kUnit; ++i) part[i] = i < count ? widen(x[u * kUnit + i]) : 0;
-    integer_unit(part, middle, to, row, u);
-  }
-}
-
-void integer_rows(const LinearArgs& a, int middle, const IntegerRows& to) {
-#pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)
-  for (int64_t r = 0; r < a.m; ++r) {
-    switch (a.x_type) {
-      case DType::f32: integer_row((const float*)a.x + r * a.ldx, a.k, middle, to, r); break;
-      case DType::bf16: integer_row((const bf16*)a.x + r * a.ldx, a.k, middle, to, r); break;
-      case DType::f16: integer_row((const f16*)a.x + r * a.ldx, a.k, middle, to, r); break;
-    }
-  }
-}
-
-// ---- One row: panels go from memory straight into registers -------------------------------------------------------------
+// ---- A few rows: panels go from memory straight into registers ----------------------------------------------------------
 
 template <int Bits>
-OCTAVO_INLINE void fetch_unit(const uint8_t* at) {
-  for (int b = 0; b < octavo::unit_bytes(Bits); b += 64) __builtin_prefetch(at + b, 0, 3);
+OCTAVO_INLINE void fetch_unit(const uint8_t* at) {  // and the line after it: a header may follow
+  for (int b = 0; b <= octavo::unit_bytes(Bits); b += 64) __builtin_prefetch(at + 4 * kAhead + b, 0, 3);
 }
 
+// What a sum of products starts from: minus the zero of each output times the sum of the inputs.
 template <int Bits, Scales S>
-constexpr bool kShifts = kMiddle<Bits> != 0 && !kHasOffset<S>;
+OCTAVO_INLINE veci start_of(const uint8_t* header, int v, int32_t sum) {
+  const veci none = (veci)splat_wide(0);
+  if constexpr (S == Scales::half_zero) return none - whole_bytes_at(header + 32, v) * (none + sum);
+  if constexpr (kHasMiddle<Bits, S>) return none - kMiddle<Bits> * sum;
+  return none;
+}
 
-template <int Bits, Scales S, int P>
-OCTAVO_INLINE void pairs_from(const int16_t* x, const uint8_t* unit, veci (&acc)[kParts]) {
-  const veci a = input_pair(x + 2 * P);
+// The pairs from P on, of a unit or of half of one.
+template <int Bits, Scales S, int MR, int P>
+OCTAVO_INLINE void pairs_from(const int16_t* x, const uint8_t* unit, veci (&acc)[MR][kParts]) {
+  veci w[kParts];
 #pragma GCC unroll 2
-  for (int v = 0; v < kParts; ++v)
-    add_to(acc[v], pair_products(a, pair_codes<Bits, S == Scales::k_signed, P>(unit, v)));
+  for (int v = 0; v < kParts; ++v) w[v] = pair_codes<Bits, S == Scales::k_signed, P>(unit, v);
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; ++r) {
+    const veci a = input_pair(x + r * kSpan + 2 * P);
+#pragma GCC unroll 2
+    for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
+  }
   constexpr int kStop = S == Scales::k_signed ? 7 : 15;  // a scale of k_signed serves half a unit
-  if constexpr (P != 15 && P != kStop) pairs_from<Bits, S, P + 1>(x, unit, acc);
+  if constexpr (P != 15 && P != kStop) pairs_from<Bits, S, MR, P + 1>(x, unit, acc);
 }
 
-// A panel at a time: then memory is read in one go from front to back, and sums of integers take a cycle each, so two
-// chains of them are enough.
-template <int Bits, Scales S>
-OCTAVO_INLINE void one_row(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows& x, int64_t panel) {
-  vec total[kParts];
-  for (int v = 0; v < kParts; ++v) total[v] = splat_wide(0);
+template <Scales S, int MR>
+OCTAVO_INLINE void add_fold(const uint8_t* header, int64_t sub, int half, const float* sums, int64_t folds,
+                            const veci (&acc)[MR][kParts], vec (&part)[MR][kParts]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kParts; ++v) {
+    const vec factor = factor_at<S>(header, sub, half, v);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; ++r) part[r][v] = fma(factor, float_of(acc[r][v]), part[r][v]);
+    if constexpr (kHasOffset<S>) {
+      const vec offset = splat_wide(0) - offset_at<S>(header, sub, v);
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; ++r) part[r][v] = fma(offset, splat_wide(sums[r * folds]), part[r][v]);
+    }
+  }
+}
+
+// MR rows from `row` on. A panel at a time: then memory is read in one go from front to back, and sums of integers take a
+// cycle each, so two chains of them are enough.
+template <int Bits, Scales S, int MR>
+void straight_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows x, int64_t row, int64_t panel) {
+  vec total[MR][kParts];
+  for (int r = 0; r < MR; ++r)
+    for (int v = 0; v < kParts; ++v) total[r][v] = splat_wide(0);
   const int64_t per = f.group / kUnit;
-  const uint8_t* at = (const uint8_t*)a.weight + panel * octavo::panel_bytes(f, a.k);
-  for (int64_t first = 0; first < x.units; first += per) {
-    const uint8_t* header = at;
-    at += octavo::header_bytes(S);
-    const int64_t count = least(per, x.units - first);
-    for (int64_t sub = 0; sub < count; ++sub, at += octavo::unit_bytes(Bits)) {
-      const int64_t u = first + sub;
-      fetch_unit<Bits>(at + 3 * kAhead);
-      veci acc[kParts];
-      const veci start = kShifts<Bits, S> ? (veci)splat_wide(0) - x.shifts[u] : (veci)splat_wide(0);
-      for (int v = 0; v < kParts; ++v) acc[v] = start;
-      const int16_t* codes = x.codes + u * kUnit;
-      pairs_from<Bits, S, 0>(codes, at, acc);
-      const vec step = splat_wide(x.steps[u]), sum = splat_wide(x.sums[u]);
-      for (int v = 0; v < kParts; ++v) {
-        total[v] = fma(factor_at<S>(header, sub, 0, v), step * float_of(acc[v]), total[v]);
-        if constexpr (kHasOffset<S>) total[v] = fma(splat_wide(0) - offset_at<S>(header, sub, v), sum, total[v]);
+  const uint8_t *at = (const uint8_t*)a.weight + panel * octavo::panel_bytes(f, a.k), *header = at;
+  const float* float_sums = x.float_sums + row * x.folds;
+  const int32_t* sums = x.sums + row * x.folds;
+  int64_t sub = per;  // unit within its group
+  for (int64_t span = 0, u = 0; span < x.spans; ++span) {
+    const int16_t* codes = x.at(row, span);
+    vec part[MR][kParts];
+    for (int r = 0; r < MR; ++r)
+      for (int v = 0; v < kParts; ++v) part[r][v] = splat_wide(0);
+    for (const int64_t end = least(x.units, u + kSpanUnits); u < end; ++sums, ++float_sums) {
+      if (sub == per) header = at, at += octavo::header_bytes(S), sub = 0;
+      veci acc[MR][kParts];
+      for (int v = 0; v < kParts; ++v)
+        for (int r = 0; r < MR; ++r) acc[r][v] = start_of<Bits, S>(header, v, sums[r * x.folds]);
+      const int64_t first = sub;
+      for (const int64_t last = least(end, u + x.fold); u < last; ++u, ++sub, codes += kUnit) {
+        fetch_unit<Bits>(at);
+        pairs_from<Bits, S, MR, 0>(codes, at, acc);
+        if constexpr (S == Scales::k_signed) {
+          add_fold<S, MR>(header, sub, 0, float_sums, x.folds, acc, part);
+          for (int r = 0; r < MR; ++r)
+            for (int v = 0; v < kParts; ++v) acc[r][v] = (veci)splat_wide(0);
+          pairs_from<Bits, S, MR, 8>(codes, at, acc);
+        }
+        at += octavo::unit_bytes(Bits);
       }
-      if constexpr (S == Scales::k_signed) {
-        for (int v = 0; v < kParts; ++v) acc[v] = (veci)splat_wide(0);
-        pairs_from<Bits, S, 8>(codes, at, acc);
-        for (int v = 0; v < kParts; ++v)
-          total[v] = fma(factor_at<S>(header, sub, 1, v), step * float_of(acc[v]), total[v]);
-      }
+      add_fold<S, MR>(header, first, 1, float_sums, x.folds, acc, part);
+    }
+    for (int r = 0; r < MR; ++r) {
+      const vec step = splat_wide(x.steps[(row + r) * x.spans + span]);
+      for (int v = 0; v < kParts; ++v) total[r][v] = fma(step, part[r][v], total[r][v]);
     }
   }
   const int64_t column = panel * kPanel;
-  f8 low = low_half(total), high = high_half(total);
-  if (a.bias) low = low + bias_at(a.bias, column, a.n), high = high + bias_at(a.bias, column + 8, a.n);
-  put(a, 0, column, low, high);
+  f8 low = splat(0), high = splat(0);
+  if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
+  for (int r = 0; r < MR; ++r) {
+    const f8 l = low_half(total[r]), h = high_half(total[r]);
+    put(a, row + r, column, a.bias ? l + low : l, a.bias ? h + high : h);
+  }
 }
 
-// ---- Several rows: a slice of a panel is unpacked once, for all of them ---------------------------------------------------
+// ---- More rows: a span of a panel is unpacked once, for all of them -------------------------------------------------------
 
-constexpr int kSliceUnits = 8;  // 256 inputs: 8 KiB of words, in the first-level cache with a tile of x
-// Sums of a unit, two words of codes, one of x and a product must fit 16 registers (or 32).
+// Sums of a fold, two words of codes, one of x and a product must fit 16 registers (or 32).
 constexpr int kIntegerTile = kParts == 1 ? 12 : 5;
 
-struct Slice {
-  alignas(64) int16_t words[kSliceUnits * kUnit * kPanel];
-  alignas(64) float factors[2 * kSliceUnits * kPanel], offsets[kSliceUnits * kPanel];
+struct Slice {  // a span of a panel: 8 KiB of words, in the first-level cache with a tile of x
+  alignas(64) int16_t words[kSpan * kPanel];  // less their zeros, where those are integers
+  alignas(64) float factors[2 * kSpanUnits * kPanel], offsets[kSpanUnits * kPanel];
 };
 
 template <int Bits, Scales S, int P>
-OCTAVO_INLINE void widen_pairs(const uint8_t* unit, int16_t* to) {
+OCTAVO_INLINE void widen_pairs(const uint8_t* unit, const veci (&zeros)[kParts], int16_t* to) {
 #pragma GCC unroll 2
   for (int v = 0; v < kParts; ++v) {
-    const veci w = pair_codes<Bits, S == Scales::k_signed, P>(unit, v);
+    veci w = pair_codes<Bits, S == Scales::k_signed, P>(unit, v);
+    if constexpr (S == Scales::half_zero || kHasMiddle<Bits, S>) w = (veci)((vecw)w - (vecw)zeros[v]);
     memcpy(to + P * 2 * kPanel + v * 2 * kLanes, &w, sizeof w);
   }
-  if constexpr (P != 15) widen_pairs<Bits, S, P + 1>(unit, to);
+  if constexpr (P != 15) widen_pairs<Bits, S, P + 1>(unit, zeros, to);
 }
 
 // Units [first, first + count) of a panel.
 template <int Bits, Scales S>
-void widen_slice(const uint8_t* panel, const QuantizedFormat& f, int64_t first, int64_t count, Slice& to) {
+void widen_slice(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, int64_t first, int64_t count, Slice& to) {
   const int64_t per = f.group / kUnit;
   constexpr int kHalves = S == Scales::k_signed ? 2 : 1;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t u = first + i, sub = u % per;
     const uint8_t* header = panel + u / per * group_bytes(f);
     const uint8_t* unit = header + octavo::header_bytes(S) + sub * octavo::unit_bytes(Bits);
-    fetch_unit<Bits>(unit + 4 * kAhead);
-    widen_pairs<Bits, S, 0>(unit, to.words + i * kUnit * kPanel);
+    fetch_unit<Bits>(unit);
+    veci zeros[kParts];
+    for (int v = 0; v < kParts; ++v) {
+      zeros[v] = (veci)splat_wide(0) + kMiddle<Bits>;
+      if constexpr (S == Scales::half_zero) zeros[v] = whole_bytes_at(header + 32, v);
+      zeros[v] |= zeros[v] << 16;
+    }
+    widen_pairs<Bits, S, 0>(unit, zeros, to.words + i * kUnit * kPanel);
+    if (i % fold) continue;
+    const int64_t at = i / fold;
     for (int v = 0; v < kParts; ++v) {
       for (int h = 0; h < kHalves; ++h)
-        store_wide(to.factors + (i * kHalves + h) * kPanel + v * kLanes, factor_at<S>(header, sub, h, v));
+        store_wide(to.factors + (at * kHalves + h) * kPanel + v * kLanes, factor_at<S>(header, sub, h, v));
       if constexpr (kHasOffset<S>)
-        store_wide(to.offsets + i * kPanel + v * kLanes, splat_wide(0) - offset_at<S>(header, sub, v));
+        store_wide(to.offsets + at * kPanel + v * kLanes, splat_wide(0) - offset_at<S>(header, sub, v));
     }
   }
 }
 
-enum class Form { plain, shifted, offset, halves };  // of a unit's sum, see the module
-template <int Bits, Scales S>
-constexpr Form kForm = kHasOffset<S>              ? Form::offset
-                       : S == Scales::k_signed    ? Form::halves
-                       : kShifts<Bits, S>         ? Form::shifted
-                                                  : Form::plain;
+enum class Form { plain, offset, halves };  // of a fold, see the module
+template <Scales S>
+constexpr Form kForm = kHasOffset<S> ? Form::offset : S == Scales::k_signed ? Form::halves : Form::plain;
 
-// `Pairs` pairs of MR rows, from words of 16 outputs; sums start as they are.
-template <int MR, int Pairs>
-OCTAVO_INLINE void integer_tile(const int16_t* x, int64_t width, const int16_t* words, veci (&acc)[MR][kParts]) {
+// `pairs` (even) pairs of MR rows, from words of 16 outputs; sums start as they are.
+template <int MR>
+OCTAVO_INLINE void integer_tile(const int16_t* x, const int16_t* words, int64_t pairs, veci (&acc)[MR][kParts]) {
+  for (const int16_t* end = x + 2 * pairs; x < end; x += 4) {
 #pragma GCC unroll 2
-  for (int p = 0; p < Pairs; ++p) {
-    veci w[kParts];
+    for (int p = 0; p < 2; ++p, words += 2 * kPanel) {
+      veci w[kParts];
 #pragma GCC unroll 2
-    for (int v = 0; v < kParts; ++v) memcpy(&w[v], words + p * 2 * kPanel + v * 2 * kLanes, sizeof w[v]);
+      for (int v = 0; v < kParts; ++v) memcpy(&w[v], words + v * 2 * kLanes, sizeof w[v]);
 #pragma GCC unroll 12
-    for (int r = 0; r < MR; ++r) {
-      const veci a = input_pair(x + r * width + 2 * p);
+      for (int r = 0; r < MR; ++r) {
+        const veci a = input_pair(x + r * kSpan + 2 * p);
 #pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
-    }
-  }
-}
-
-// `x` by value: as a reference it could alias the totals, and every store would mean loading its pointers again.
-template <int MR, Form F>
-void slice_rows_tile(const IntegerRows x, int64_t row, int64_t first, int64_t count, const Slice& slice,
-                     float* __restrict totals) {
-  const int64_t width = x.width, units = x.units, start = row * units + first;
-  const int16_t* __restrict codes = x.codes + row * width + first * kUnit;
-  const float *__restrict steps = x.steps + start, *__restrict sums = x.sums + start;
-  const int32_t* __restrict shifts = x.shifts + start;
-  const int16_t* __restrict words = slice.words;
-  const float *__restrict factors = slice.factors, *__restrict offsets = slice.offsets;
-  constexpr int kHalves = F == Form::halves ? 2 : 1;
-  for (int64_t i = 0; i < count; ++i, ++steps, ++sums, ++shifts, offsets += kPanel) {
-#pragma GCC unroll 2
-    for (int h = 0; h < kHalves; ++h, factors += kPanel) {
-      veci acc[MR][kParts];
-#pragma GCC unroll 12
-      for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < kParts; ++v)
-          acc[r][v] = F == Form::shifted ? (veci)splat_wide(0) - shifts[r * units] : (veci)splat_wide(0);
-      integer_tile<MR, 16 / kHalves>(codes, width, words, acc);
-      codes += kUnit / kHalves, words += kUnit / kHalves * kPanel;
-#pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) {
-        const vec factor = load_wide(factors + v * kLanes);
-#pragma GCC unroll 12
-        for (int r = 0; r < MR; ++r) {
-          float* to = totals + r * kPanel + v * kLanes;
-          vec total = fma(factor, splat_wide(steps[r * units]) * float_of(acc[r][v]), load_wide(to));
-          if constexpr (F == Form::offset)
-            total = fma(load_wide(offsets + v * kLanes), splat_wide(sums[r * units]), total);
-          store_wide(to, total);
-        }
+        for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
       }
     }
   }
 }
 
+// `count` units of MR rows. `x` by value: as a reference it could alias the totals, and every store would mean loading
+// its pointers again.
+template <int MR, Form F>
+void slice_rows_tile(const IntegerRows x, int64_t row, int64_t span, int64_t count, const Slice& slice,
+                     float* __restrict totals) {
+  constexpr int kHalves = F == Form::halves ? 2 : 1;
+  const int64_t folds = x.folds, fold = x.fold;
+  const int16_t *__restrict codes = x.at(row, span), *__restrict words = slice.words;
+  const float* __restrict sums = x.float_sums + row * folds + span * kSpanUnits / fold;
+  const float *__restrict factors = slice.factors, *__restrict offsets = slice.offsets;
+  alignas(64) float part[MR * kPanel] = {};
+  for (int64_t done = 0; done < count; done += fold, ++sums, offsets += kPanel) {
+    const int64_t inputs = least(fold, count - done) * (kUnit / kHalves);
+#pragma GCC unroll 2
+    for (int h = 0; h < kHalves; ++h, factors += kPanel, codes += inputs, words += inputs * kPanel) {
+      veci acc[MR][kParts];
+#pragma GCC unroll 12
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < kParts; ++v) acc[r][v] = (veci)splat_wide(0);
+      integer_tile<MR>(codes, words, inputs / 2, acc);
+#pragma GCC unroll 2
+      for (int v = 0; v < kParts; ++v) {
+        const vec factor = load_wide(factors + v * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; ++r) {
+          float* to = part + r * kPanel + v * kLanes;
+          vec sum = fma(factor, float_of(acc[r][v]), load_wide(to));
+          if constexpr (F == Form::offset)
+            sum = fma(load_wide(offsets + v * kLanes), splat_wide(sums[r * folds]), sum);
+          store_wide(to, sum);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < MR; ++r, totals += kPanel) {
+    const vec step = splat_wide(x.steps[(row + r) * x.spans + span]);
+    for (int v = 0; v < kParts; ++v)
+      store_wide(totals + v * kLanes, fma(step, load_wide(part + r * kPanel + v * kLanes), load_wide(totals + v * kLanes)));
+  }
+}
+
 template <Form F>
-void slice_all_rows(const IntegerRows& x, int64_t row, int64_t rows, int64_t first, int64_t count, const Slice& slice,
+void slice_all_rows(const IntegerRows& x, int64_t row, int64_t rows, int64_t span, int64_t count, const Slice& slice,
                     float* totals) {
   const int64_t tiles = (rows + kIntegerTile - 1) / kIntegerTile;
   for (int64_t t = 0; t < tiles; ++t) {  // equal tiles: six rows are three and three, not five and one
     const int64_t from = rows * t / tiles, height = rows * (t + 1) / tiles - from;
     float* to = totals + from * kPanel;
     switch (height) {
-      case 1: slice_rows_tile<1, F>(x, row + from, first, count, slice, to); break;
-      case 2: slice_rows_tile<2, F>(x, row + from, first, count, slice, to); break;
-      case 3: slice_rows_tile<3, F>(x, row + from, first, count, slice, to); break;
-      case 4: slice_rows_tile<4, F>(x, row + from, first, count, slice, to); break;
-      case 5: slice_rows_tile<5, F>(x, row + from, first, count, slice, to); break;
+      case 1: slice_rows_tile<1, F>(x, row + from, span, count, slice, to); break;
+      case 2: slice_rows_tile<2, F>(x, row + from, span, count, slice, to); break;
+      case 3: slice_rows_tile<3, F>(x, row + from, span, count, slice, to); break;
+      case 4: slice_rows_tile<4, F>(x, row + from, span, count, slice, to); break;
+      case 5: slice_rows_tile<5, F>(x, row + from, span, count, slice, to); break;
 #if defined(OCTAVO_WIDE)
-      case 6: slice_rows_tile<6, F>(x, row + from, first, count, slice, to); break;
-      case 7: slice_rows_tile<7, F>(x, row + from, first, count, slice, to); break;
-      case 8: slice_rows_tile<8, F>(x, row + from, first, count, slice, to); break;
-      case 9: slice_rows_tile<9, F>(x, row + from, first, count, slice, to); break;
-      case 10: slice_rows_tile<10, F>(x, row + from, first, count, slice, to); break;
-      case 11: slice_rows_tile<11, F>(x, row + from, first, count, slice, to); break;
-      default: slice_rows_tile<12, F>(x, row + from, first, count, slice, to);
+      case 6: slice_rows_tile<6, F>(x, row + from, span, count, slice, to); break;
+      case 7: slice_rows_tile<7, F>(x, row + from, span, count, slice, to); break;
+      case 8: slice_rows_tile<8, F>(x, row + from, span, count, slice, to); break;
+      case 9: slice_rows_tile<9, F>(x, row + from, span, count, slice, to); break;
+      case 10: slice_rows_tile<10, F>(x, row + from, span, count, slice, to); break;
+      case 11: slice_rows_tile<11, F>(x, row + from, span, count, slice, to); break;
+      default: slice_rows_tile<12, F>(x, row + from, span, count, slice, to);
 #endif
     }
   }
@@ -326,12 +312,10 @@ void several_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerRo
   alignas(64) float totals[kRowBlock * kPanel];
   memset(totals, 0, (size_t)rows * kPanel * sizeof(float));
   const uint8_t* at = (const uint8_t*)a.weight + panel * octavo::panel_bytes(f, a.k);
-  // With few rows a unit at a time, so that memory is read while they are multiplied and not in bursts between.
-  const int64_t most = rows <= 2 * kIntegerTile ? 1 : kSliceUnits;
-  for (int64_t first = 0; first < x.units; first += most) {
-    const int64_t count = least(most, x.units - first);
-    widen_slice<Bits, S>(at, f, first, count, slice);
-    slice_all_rows<kForm<Bits, S>>(x, row, rows, first, count, slice, totals);
+  for (int64_t span = 0; span < x.spans; ++span) {
+    const int64_t first = span * kSpanUnits, count = least(kSpanUnits, x.units - first);
+    widen_slice<Bits, S>(at, f, x.fold, first, count, slice);
+    slice_all_rows<kForm<S>>(x, row, rows, span, count, slice, totals);
   }
   const int64_t column = panel * kPanel;
   f8 low = splat(0), high = splat(0);
@@ -343,39 +327,57 @@ void several_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerRo
 }
 
 #if defined(__AVX2__)
-constexpr bool kStraight = true;
+constexpr int64_t kStraightRows = 4;
 #else
-constexpr bool kStraight = false;  // portable code is bound by arithmetic, so one form will do
+constexpr int64_t kStraightRows = 0;  // portable code is bound by arithmetic, so one form will do
 #endif
+
+// Panels [begin, end) times all rows, of which there are at most kStraightRows.
+template <int Bits, Scales S>
+void straight_range(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows& x, int64_t begin, int64_t end) {
+  for (int64_t p = begin; p < end; ++p) {
+    switch (a.m) {
+      case 1: straight_rows<Bits, S, 1>(a, f, x, 0, p); break;
+      case 2: straight_rows<Bits, S, 2>(a, f, x, 0, p); break;
+      case 3: straight_rows<Bits, S, 3>(a, f, x, 0, p); break;
+      default: straight_rows<Bits, S, 4>(a, f, x, 0, p);
+    }
+  }
+}
+
+// Panels that a thread takes at a time. Few rows are bound by memory, which gives half a MiB in one go a quarter faster
+// than pieces of 40 KiB; many are bound by arithmetic, and small pieces end together.
+int64_t panels_of_a_task(const LinearArgs& a, const QuantizedFormat& f, int64_t panels, int64_t run) {
+  if (a.m > kIntegerTile) return run;
+  const int64_t most = (int64_t{512} << 10) / octavo::panel_bytes(f, a.k), task = least(panels / 8, most) / run * run;
+  return task < run ? run : task;
+}
 
 template <int Bits, Scales S>
 void quantized_typed(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows& x) {
-  const int64_t panels = (a.n + kPanel - 1) / kPanel;
-  const int64_t run = octavo::panels_of_a_run(a.m, a.k, a.weight_type), runs = (panels + run - 1) / run;
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
+  const int64_t task = panels_of_a_task(a, f, panels, run), tasks = (panels + task - 1) / task;
   const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
-#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && blocks * runs > 1)
-  for (int64_t i = 0; i < blocks * runs; ++i) {
-    const int64_t begin = i / blocks * run, end = least(panels, begin + run);
+#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && blocks * tasks > 1)
+  for (int64_t i = 0; i < blocks * tasks; ++i) {
+    const int64_t begin = i / blocks * task, end = least(panels, begin + task);
     const int64_t row = a.m * (i % blocks) / blocks, rows = a.m * (i % blocks + 1) / blocks - row;
-    int64_t p = begin;
-    if constexpr (kStraight) {
-      for (; a.m == 1 && p < end; ++p) one_row<Bits, S>(a, f, x, p);
+    if constexpr (kStraightRows > 0) {
+      if (a.m <= kStraightRows) {
+        straight_range<Bits, S>(a, f, x, begin, end);
+        continue;
+      }
     }
-    for (; p < end; ++p) several_rows<Bits, S>(a, f, x, row, rows, p);
+    for (int64_t p = begin; p < end; ++p) several_rows<Bits, S>(a, f, x, row, rows, p);
   }
 }
 
 // a.weight_type: any; it only says how many panels make a run.
 bool quantized_linear(const LinearArgs& a, const QuantizedFormat& f) {
-  const int64_t units = octavo::units_of(a.k), width = units * kUnit;
-  char* memory = (char*)malloc((size_t)(a.m * (width * 2 + units * 12)) + 64);
-  if (!memory) return false;
   IntegerRows x{};
-  x.units = units, x.width = width;
-  x.codes = (int16_t*)(((uintptr_t)memory + 63) / 64 * 64);
-  x.steps = (float*)(x.codes + a.m * width), x.sums = x.steps + a.m * units;
-  x.shifts = (int32_t*)(x.sums + a.m * units);
-  integer_rows(a, middle_of(f.bits), x);
+  const bool shared = f.scales != Scales::k_min && f.scales != Scales::k_signed;  // else a scale per unit
+  void* memory = integer_rows(a, shared ? f.group / kUnit : 1, x);
+  if (!memory) return false;
   switch (f.bits * 8 + (int)f.scales) {
     case 8 * 8 + (int)Scales::half: quantized_typed<8, Scales::half>(a, f, x); break;
     case 8 * 8 + (int)Scales::wide: quantized_typed<8, Scales::wide>(a, f, x); break;

@@ -248,12 +248,26 @@ OCTAVO_INLINE vec factor_at(const uint8_t* header, int64_t sub, int h, int v) {
 }
 template <Scales S>
 OCTAVO_INLINE vec offset_at(const uint8_t* header, int64_t sub, int v) {
-  if constexpr (S == Scales::half_zero) return halves_at(header, v) * bytes_at(header + 32, v);
   if constexpr (S == Scales::wide_zero)
     return load_wide((const float*)header + v * kLanes) * load_wide((const float*)(header + 64) + v * kLanes);
   return halves_at(header + 32, v) * bytes_at(header + 192 + sub * 16, v);  // k_min
 }
 template <Scales S>
-constexpr bool kHasOffset = S == Scales::half_zero || S == Scales::wide_zero || S == Scales::k_min;
+constexpr bool kHasOffset = S == Scales::wide_zero || S == Scales::k_min;  // zeros of half_zero are integers
+template <int Bits, Scales S>
+constexpr bool kHasMiddle = kMiddle<Bits> != 0 && (S == Scales::half || S == Scales::wide);
+
+// Sixteen bytes of a header as integers, the part v of them.
+OCTAVO_INLINE veci whole_bytes_at(const uint8_t* p, int v) {
+#if defined(__AVX512F__) && defined(OCTAVO_WIDE)
+  return (veci)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + kLanes * v)));
+#elif defined(__AVX2__) && !defined(OCTAVO_WIDE)
+  return (veci)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * v)));
+#else
+  veci r;
+  for (int i = 0; i < kLanes; ++i) r[i] = p[kLanes * v + i];
+  return r;
+#endif
+}
 
 }  // namespace

@@ -28,8 +28,8 @@ from octavo.models.names import is_float32
 
 native_only = pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
 FAMILIES = ("gemma3", "llama", "qwen2")  # tied head; untied; biases
-#: Activations in 16 bits are 1e-5 off in one product; these models, whose weights are scaled up, make 2e-4 of it.
-ROUNDING = 5e-4
+#: Activations in 16 bits are 3e-5 off in one product; these models, whose weights are scaled up, make 6e-4 of it.
+ROUNDING = 1e-3
 IDS = [(7 * i * i + 3) % 256 for i in range(40)]
 
 

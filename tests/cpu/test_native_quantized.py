@@ -49,13 +49,13 @@ def inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Each input may be off by half a step (its unit's largest / 32767), each sum by float32's rounding."""
+    """Each input may be off by half a step (the largest of its 256 / 32767), each sum by float32's rounding."""
     exact = x.double() @ values.double().T
     if bias is not None:
         exact = exact + bias
-    units = [slice(at, at + 32) for at in range(0, x.shape[1], 32)]
-    steps = torch.stack([x[:, u].abs().amax(1) / 32767 for u in units], 1).double()
-    sizes = torch.stack([values[:, u].abs().sum(1) for u in units], 1).double()
+    spans = [slice(at, at + 256) for at in range(0, x.shape[1], 256)]
+    steps = torch.stack([x[:, s].abs().amax(1) / 32767 for s in spans], 1).double()
+    sizes = torch.stack([values[:, s].abs().sum(1) for s in spans], 1).double()
     bound = 0.501 * steps @ sizes.T + 2e-6 * (x.abs().double() @ values.abs().double().T) + 1e-6 * exact.abs()
     error = (found.double() - exact).abs()
     assert not found.isnan().any()
