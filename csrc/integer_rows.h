@@ -1,7 +1,7 @@
 // Rows of x as 16-bit integers for products with quantised panels. Included by linear_quantized.h.
 //
-// The inputs of a row are rounded, a span of 256 at a time, to integers of a step of their own (largest / 32767). Sums of
-// a span's products with codes of eight bits fit 32 bits, so they are exact, with twice the products per instruction
+// The inputs of a row are rounded, a span of 256 at a time, to integers of a step of their own (largest / 32767). Sums
+// of a span's products with codes of eight bits fit 32 bits, so they are exact, with twice the products per instruction
 // that floats have. The rounding is 256 times finer than that of eight-bit activations: of the order of 3e-5 of an
 // output, which keeps greedy text.
 //
@@ -17,8 +17,8 @@ using octavo::kUnit;
 
 constexpr int64_t kSpanUnits = 8, kSpan = kSpanUnits * kUnit;  // 256 * 128 * 32767 < 2^31
 
-// codes [spans][rows][kSpan]: the rows of a tile lie together, whatever k is (rows a power of two apart would share cache
-// sets); steps [rows][spans]; sums, float_sums [rows][folds].
+// codes [spans][rows][kSpan]: the rows of a tile lie together, whatever k is (rows a power of two apart would share
+// cache sets); steps [rows][spans]; sums, float_sums [rows][folds].
 struct IntegerRows {
   int16_t* codes;
   float *steps, *float_sums;  // step of a span; `sums` as floats

@@ -67,7 +67,7 @@ OCTAVO_INLINE vec float_of(veci v) {
 #endif
 }
 
-// ---- A few rows: panels go from memory straight into registers ----------------------------------------------------------
+// ---- A few rows: panels go from memory straight into registers ------------------------------------------------------
 
 template <int Bits>
 OCTAVO_INLINE void fetch_unit(const uint8_t* at) {  // and the line after it: a header may follow
@@ -115,8 +115,8 @@ OCTAVO_INLINE void add_fold(const uint8_t* header, int64_t sub, int half, const 
   }
 }
 
-// MR rows from `row` on. A panel at a time: then memory is read in one go from front to back, and sums of integers take a
-// cycle each, so two chains of them are enough.
+// MR rows from `row` on. A panel at a time: then memory is read in one go from front to back, and sums of integers take
+// a cycle each, so two chains of them are enough.
 template <int Bits, Scales S, int MR>
 void straight_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows x, int64_t row, int64_t panel) {
   vec total[MR][kParts];
@@ -165,7 +165,7 @@ void straight_rows(const LinearArgs& a, const QuantizedFormat& f, const IntegerR
   }
 }
 
-// ---- More rows: a span of a panel is unpacked once, for all of them -------------------------------------------------------
+// ---- More rows: a span of a panel is unpacked once, for all of them -------------------------------------------------
 
 // Sums of a fold, two words of codes, one of x and a product must fit 16 registers (or 32).
 constexpr int kIntegerTile = kParts == 1 ? 12 : 5;
@@ -188,7 +188,8 @@ OCTAVO_INLINE void widen_pairs(const uint8_t* unit, const veci (&zeros)[kParts],
 
 // Units [first, first + count) of a panel.
 template <int Bits, Scales S>
-void widen_slice(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, int64_t first, int64_t count, Slice& to) {
+void widen_slice(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, int64_t first, int64_t count,
+                 Slice& to) {
   const int64_t per = f.group / kUnit;
   constexpr int kHalves = S == Scales::k_signed ? 2 : 1;
   for (int64_t i = 0; i < count; ++i) {
@@ -275,7 +276,8 @@ void slice_rows_tile(const IntegerRows x, int64_t row, int64_t span, int64_t cou
   for (int r = 0; r < MR; ++r, totals += kPanel) {
     const vec step = splat_wide(x.steps[(row + r) * x.spans + span]);
     for (int v = 0; v < kParts; ++v)
-      store_wide(totals + v * kLanes, fma(step, load_wide(part + r * kPanel + v * kLanes), load_wide(totals + v * kLanes)));
+      store_wide(totals + v * kLanes,
+                 fma(step, load_wide(part + r * kPanel + v * kLanes), load_wide(totals + v * kLanes)));
   }
 }
 
