@@ -31,8 +31,8 @@ void add(LayerStack& stack, const std::array<uintptr_t, 6>& norms, const PackedW
              {&qkv, bias(0)}, {&out, bias(1)}, {&gate_up, bias(2)}, {&down, bias(3)}, table});
 }
 
-// tables: cos, sin, rows of each.
-void run(LayerStack& stack, Attention& attention, int64_t tokens, uintptr_t positions,
+// tables: cos, sin, rows of each. False, and nothing done, where a position lies past the rows.
+bool run(LayerStack& stack, Attention& attention, int64_t tokens, uintptr_t positions,
          const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& tables, uintptr_t residual, uintptr_t out) {
   if (tokens != attention.tokens())
     throw std::out_of_range(std::to_string(tokens) + " tokens in a step planned for " +
@@ -41,14 +41,15 @@ void run(LayerStack& stack, Attention& attention, int64_t tokens, uintptr_t posi
   for (const auto& [cos, sin, rows] : tables) {
     step.tables.push_back({at<const float>(cos), at<const float>(sin)});
     for (int64_t t = 0; t < tokens; ++t) {
-      if (step.positions[t] < 0 || step.positions[t] >= rows)
-        throw std::out_of_range("position " + std::to_string(step.positions[t]) + " of token " + std::to_string(t) +
-                                " in tables of " + std::to_string(rows));
+      if (step.positions[t] < 0)
+        throw std::out_of_range("position " + std::to_string(step.positions[t]) + " of token " + std::to_string(t));
+      if (step.positions[t] >= rows) return false;
     }
   }
   std::optional<nb::gil_scoped_release> release;
   if (stack.operations(tokens) > kLongStep) release.emplace();
   stack.run(attention, step);
+  return true;
 }
 
 }  // namespace

@@ -73,9 +73,9 @@ class LayerStack(Protocol):
         positions: torch.Tensor,
         tables: Sequence[CosSin],
         attention: AttentionBackend,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """residual [T, D], overwritten -> hidden [T, D], normed; `attention` is planned for these tokens.
 
-        positions: int64 [T], all within the rows of `tables`.
+        None, and nothing done, where a position of `positions` int64 [T] lies past the rows of `tables`.
         """
         ...

@@ -260,10 +260,14 @@ class Decoder:
         the fused product.
         """
         residual = self._embedded(token_ids, positions)
-        self._reserve(positions)
         stack = self._layer_stack()
         if not isinstance(stack, str) and stack.serves(attention):
-            return stack.run(residual, positions, [table.cos_sin for table in self._tables], attention)
+            hidden = stack.run(residual, positions, [table.cos_sin for table in self._tables], attention)
+            if hidden is not None:
+                return hidden
+            self._reserve(positions)
+            return self.forward(token_ids, positions, attention)
+        self._reserve(positions)
         cos_sin = [table.lookup(positions) for table in self._tables]
         layers, scale = self._layers, self.spec.residual_scale
         normed = layers[0].attention_norm(residual)

@@ -40,7 +40,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's input as arrays of the host. index: each row's place in the row store; slots: per group int64 [T]."""
+    """A step's input as arrays of the host. index: each row's place in the row store; slots: [groups, T]."""
 
     scheduled: list[ScheduledSequence]
     rows: list[SequenceRow]
@@ -49,7 +49,7 @@ class HostBatch:
     context_len: npt.NDArray[np.int32]
     token_ids: Ints
     positions: Ints
-    slots: list[Ints]
+    slots: Ints
     max_query: int
     max_context: int
 
@@ -81,10 +81,10 @@ class BatchBuilder:
         self.late: list[tuple[int, SequenceRow]] | None = None
         self._tokens = np.zeros(max_tokens, dtype=np.int64)
         self._positions = np.zeros(max_tokens, dtype=np.int64)
-        self._slots = [np.zeros(max_tokens, dtype=np.int64) for _ in layout.groups]
-        self._arange = np.arange(max_tokens, dtype=np.int64)
+        self._slots = np.zeros((layout.num_groups, max_tokens), dtype=np.int64)
+        self._arange = np.arange(max_tokens + 1, dtype=np.int64)
         self._groups = slice(first_group, first_group + layout.num_groups)
-        self._tables = [np.empty_like(table) for table in rows.tables[self._groups]]
+        self._tables = np.empty_like(rows.tables[self._groups])
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
         """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own."""
@@ -92,8 +92,8 @@ class BatchBuilder:
         attention = AttentionBatch(
             query_start=self._to_device(host.query_start),
             context_len=self._to_device(host.context_len),
-            block_tables=[self._to_device(table) for table in self._batch_tables(host.index)],
-            slots=[self._to_device(slots) for slots in host.slots],
+            block_tables=self._to_device(self._batch_tables(host.index)).unbind(0),
+            slots=self._to_device(host.slots).unbind(0),
             max_query=host.max_query,
             max_context=host.max_context,
         )
@@ -110,44 +110,49 @@ class BatchBuilder:
         """The same on the host, without the tables; valid until the next call."""
         pairs = sorted(((self._rows.get(s.seq_id), s) for s in scheduled), key=lambda pair: pair[0].index)
         rows, order = [row for row, _ in pairs], [s for _, s in pairs]
-        counts = np.fromiter((s.num_tokens for s in order), dtype=np.int64, count=len(order))
-        total = int(counts.sum())
+        counts, first = [s.num_tokens for s in order], [s.start for s in order]
+        total = sum(counts)
         self._check(order, rows, counts, total)
-        starts = np.zeros(len(order) + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        first = np.fromiter((s.start for s in order), dtype=np.int64, count=len(order))
-        context = first + counts
-        np.add(np.repeat(first - starts[:-1], counts), self._arange[:total], out=self._positions[:total])
+        index = np.array([row.index for row in rows], dtype=np.int64)
+        if total == len(order):  # one token each: most steps, and a small one should cost little
+            starts, batch_row, token_index = self._arange[: total + 1], self._arange[:total], index
+            self._positions[:total] = first
+        else:
+            starts = np.zeros(len(order) + 1, dtype=np.int64)
+            np.cumsum(counts, out=starts[1:])
+            batch_row = np.repeat(self._arange[: len(order)], counts)
+            token_index = index[batch_row]
+            np.add((first - starts[:-1])[batch_row], self._arange[:total], out=self._positions[:total])
         if self.late is not None:
             self.late = []
         self._fill_tokens(rows, order, starts.tolist(), total)
         if self.on_batch is not None:
             self.on_batch(rows, starts)
-        index = np.fromiter((row.index for row in rows), dtype=np.int64, count=len(rows))
-        self._fill_slots(order, np.repeat(index, counts), np.repeat(np.arange(len(order)), counts), total)
+        self._fill_slots(order, token_index, batch_row, total)
+        context = [low + count for low, count in zip(first, counts, strict=True)]
         return HostBatch(
             scheduled=order,
             rows=rows,
             index=index,
             query_start=starts.astype(np.int32),
-            context_len=context.astype(np.int32),
+            context_len=np.array(context, dtype=np.int32),
             token_ids=self._tokens[:total],
             positions=self._positions[:total],
-            slots=[slots[:total] for slots in self._slots],
-            max_query=int(counts.max()),
-            max_context=int(context.max()),
+            slots=self._slots[:, :total],
+            max_query=max(counts),
+            max_context=max(context),
         )
 
-    def _check(self, order: list[ScheduledSequence], rows: list[SequenceRow], counts: Ints, total: int) -> None:
+    def _check(self, order: list[ScheduledSequence], rows: list[SequenceRow], counts: list[int], total: int) -> None:
         if total > self._max_tokens:
             raise BoundsError(f"the plan has {total} tokens, the limit is max_num_batched_tokens={self._max_tokens}")
         limit = self._rows.max_blocks * self._layout.block_size
         for i, s in enumerate(order):
             if i and rows[i] is rows[i - 1]:
                 raise InternalError(f"sequence {s.seq_id} is scheduled twice in one step")
-            if counts[i] < 1 or s.start < 0 or s.start + int(counts[i]) > limit:
+            if counts[i] < 1 or s.start < 0 or s.start + counts[i] > limit:
                 raise BoundsError(
-                    f"sequence {s.seq_id}: {int(counts[i])} tokens from position {s.start}; a step computes at least "
+                    f"sequence {s.seq_id}: {counts[i]} tokens from position {s.start}; a step computes at least "
                     f"one, and tables end at position {limit}"
                 )
 
@@ -191,29 +196,28 @@ class BatchBuilder:
     def _fill_slots(self, order: list[ScheduledSequence], index: Ints, batch_row: Ints, total: int) -> None:
         size = self._layout.block_size
         logical, offset = np.divmod(self._positions[:total], size)
-        for group, table in enumerate(self._rows.tables[self._groups]):
-            blocks = table[index, logical]
-            # A write to a block nobody holds would corrupt a neighbour, so this is checked whatever the backend.
-            if int(blocks.min()) < 0:
-                token = int(blocks.argmin())
-                s = order[int(batch_row[token])]
-                raise BoundsError(
-                    f"sequence {s.seq_id}, group {group}: position {int(self._positions[token])} needs logical block "
-                    f"{int(logical[token])}, which has no physical block"
-                )
-            np.add(blocks.astype(np.int64) * size, offset, out=self._slots[group][:total])
+        blocks = self._rows.tables[self._groups][:, index, logical]
+        # A write to a block nobody holds would corrupt a neighbour, so this is checked whatever the backend.
+        if int(blocks.min()) < 0:
+            group = int((blocks < 0).any(axis=1).argmax())
+            token = int(blocks[group].argmin())
+            s = order[int(batch_row[token])]
+            raise BoundsError(
+                f"sequence {s.seq_id}, group {group}: position {int(self._positions[token])} needs logical block "
+                f"{int(logical[token])}, which has no physical block"
+            )
+        slots = self._slots[:, :total]
+        np.multiply(blocks, size, out=slots, dtype=np.int64)
+        slots += offset
 
-    def _batch_tables(self, index: Ints) -> list[npt.NDArray[np.int32]]:
-        """Tables of the rows `index` (ascending, all different)."""
-        count = len(index)
+    def _batch_tables(self, index: Ints) -> npt.NDArray[np.int32]:
+        """Tables [groups, B, max_blocks] of the rows `index` (ascending, all different)."""
+        count, tables = len(index), self._rows.tables[self._groups]
         if index[-1] == count - 1:
-            return [table[:count] for table in self._rows.tables[self._groups]]
-        if len(self._tables[0]) < count:
-            self._tables = [np.empty_like(table) for table in self._rows.tables[self._groups]]
-        return [
-            np.take(table, index, axis=0, out=scratch[:count], mode="clip")
-            for table, scratch in zip(self._rows.tables[self._groups], self._tables, strict=True)
-        ]
+            return tables[:, :count]
+        if self._tables.shape[1] < count:
+            self._tables = np.empty_like(tables)
+        return np.take(tables, index, axis=1, out=self._tables[:, :count], mode="clip")
 
     def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
         """On a CPU the tensor shares the array's memory."""

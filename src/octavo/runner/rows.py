@@ -57,14 +57,14 @@ class SequenceRow:
 
 
 class RowStore:
-    """Rows by sequence id, and `tables[group]`: int32 [capacity, max_blocks], -1 where nothing was ever set."""
+    """Rows by sequence id, and `tables`: int32 [groups, capacity, max_blocks], -1 where nothing was ever set."""
 
     def __init__(self, num_groups: int, max_blocks: int, capacity: int, vocab_size: int) -> None:
         self.max_blocks = max_blocks
         self._vocab_size = vocab_size
         self._rows: list[SequenceRow] = []
         self._by_id: dict[int, SequenceRow] = {}
-        self.tables: list[Table] = [np.full((capacity, max_blocks), -1, dtype=np.int32) for _ in range(num_groups)]
+        self.tables: Table = np.full((num_groups, capacity, max_blocks), -1, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -77,10 +77,9 @@ class RowStore:
         if start.seq_id in self._by_id:
             raise InternalError(f"sequence {start.seq_id} is started but has a row already; end it first")
         index = len(self._rows)
-        if index == len(self.tables[0]):
-            self.tables = [np.concatenate([t, np.full_like(t, -1)]) for t in self.tables]
-        for table in self.tables:
-            table[index].fill(-1)
+        if index == self.tables.shape[1]:
+            self.tables = np.concatenate([self.tables, np.full_like(self.tables, -1)], axis=1)
+        self.tables[:, index] = -1
         row = SequenceRow(start, index, self._vocab_size)
         self._rows.append(row)
         self._by_id[start.seq_id] = row
@@ -92,8 +91,7 @@ class RowStore:
             return
         last = self._rows.pop()
         if last is not row:
-            for table in self.tables:
-                table[row.index] = table[last.index]
+            self.tables[:, row.index] = self.tables[:, last.index]
             last.index = row.index
             self._rows[row.index] = last
 
@@ -116,4 +114,4 @@ class RowStore:
                     f"sequence {row.seq_id}, group {update.group}: logical blocks {update.first} to {end - 1} do not "
                     f"fit a table of {self.max_blocks} blocks (max_model_len)"
                 )
-            self.tables[update.group][row.index, update.first : end] = update.block_ids
+            self.tables[update.group, row.index, update.first : end] = update.block_ids

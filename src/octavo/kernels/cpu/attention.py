@@ -130,11 +130,12 @@ class NativeAttention:
         except ValueError as error:
             raise BoundsError(str(error)) from None
         self._tokens = self._native.tokens
-        for slots in self._slots:
+        groups = []
+        for table, slots in zip(self._tables, self._slots, strict=True):
             if slots.numel() != self._tokens:
                 raise BoundsError(f"{slots.numel()} slots for a step of {self._tokens} tokens")
-        pairs = zip(self._tables, self._slots, strict=True)
-        self._native.set_groups([(table.data_ptr(), table.stride(0), slots.data_ptr()) for table, slots in pairs])
+            groups.append((table.data_ptr(), table.stride(0), slots.data_ptr()))
+        self._native.set_groups(groups)
 
     @property
     def native(self) -> Any:

@@ -104,7 +104,7 @@ class NativeStack:
 
     def run(
         self, residual: torch.Tensor, positions: torch.Tensor, tables: Sequence[CosSin], attention: AttentionBackend
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """See `LayerStack`. Raises BoundsError for slots and blocks outside the pool, as the backend does."""
         assert isinstance(attention, NativeAttention)
         tokens = residual.shape[0]
@@ -120,12 +120,12 @@ class NativeStack:
             places.append((cos.data_ptr(), sin.data_ptr(), cos.shape[0]))
         out = torch.empty_like(residual)
         try:
-            self._native.run(
+            done = self._native.run(
                 attention.native, tokens, positions.data_ptr(), places, residual.data_ptr(), out.data_ptr()
             )
         except IndexError as error:
             raise BoundsError(str(error)) from None
-        return out
+        return out if done else None
 
     def watch(self) -> None:
         """Count seconds from now on."""
