@@ -309,7 +309,7 @@ class Decoder:
         """Rows of the embedding [T, D], scaled, with learned positions added where the model has them."""
         rows = self._embed(token_ids)
         if self.spec.embedding_scale != 1.0:
-            rows = rows * self._embedding_scale
+            rows.mul_(self._embedding_scale)  # they are nobody else's
         if self._places is not None:
             rows = rows + F.embedding(positions + self.spec.position_offset, self._places).to(rows.dtype)
         return rows

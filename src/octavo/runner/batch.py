@@ -159,17 +159,14 @@ class BatchBuilder:
     def _fill_tokens(
         self, rows: list[SequenceRow], order: list[ScheduledSequence], starts: list[int], total: int
     ) -> None:
-        tokens = self._tokens[:total]
+        ids: list[int] = []
         for i, s in enumerate(order):
-            if s.num_tokens == 1:
-                token = s.token_ids[0]
-                tokens[starts[i]] = self._last(rows[i], starts[i]) if token == LAST_SAMPLED else token
-            else:
-                tokens[starts[i] : starts[i + 1]] = s.token_ids
-                if LAST_SAMPLED in s.token_ids:
-                    place = starts[i] + s.token_ids.index(LAST_SAMPLED)
-                    tokens[place] = self._last(rows[i], place)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            ids += s.token_ids
+            if LAST_SAMPLED in s.token_ids:
+                place = starts[i] + s.token_ids.index(LAST_SAMPLED)
+                ids[place] = self._last(rows[i], place)
+        self._tokens[:total] = ids
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
             self._refuse_tokens(rows, starts)
 
     def _last(self, row: SequenceRow, place: int) -> int:
