@@ -169,7 +169,7 @@ struct Ahead {
 
 // Multipliers as `Int4::load` wants them: times 16, twice in a 32-bit word.
 OCTAVO_INLINE void spread_multipliers(const char* from, int32_t count, int32_t* to) {
-  for (int32_t i = 0; i < count; ++i) to[i] = ((int32_t)(int8_t)from[i] * 16 & 0xFFFF) * 0x10001;
+  for (int32_t i = 0; i < count; ++i) to[i] = (int32_t)(((uint32_t)((int8_t)from[i] * 16) & 0xFFFFu) * 0x10001u);
 }
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------

@@ -1,36 +1,22 @@
 #!/bin/sh
-# Runs the native kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set that
-# this processor has, or on those named as arguments (tools/native_asan.sh portable). torch's own allocations are
-# intercepted too, so a read past a tensor is caught.
+# Runs the native kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on the AVX2 and the portable kernels
+# or on those named as arguments (tools/native_asan.sh avx512). torch's own allocations are intercepted too, so a read
+# past a tensor is caught. Leaks are not looked for. The tests: kernel_tests in native_variant.sh, whole; a finding ends
+# the run, with its stack on the terminal.
 set -eu
-cd "$(dirname "$0")/.."
-build=build/asan
-cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DOCTAVO_SANITIZE=ON \
-  -DPython_EXECUTABLE="$(command -v python3)" >/dev/null
-cmake --build "$build"
-# A copy of the package around the instrumented module, so that the installed one stays untouched.
-rm -rf "$build/site"
-mkdir -p "$build/site"
-cp -r src/octavo "$build/site/octavo"
-rm -f "$build"/site/octavo/kernels/cpu/_native*
-cp "$build"/_native*.so "$build/site/octavo/kernels/cpu/"
-preload="$(${CXX:-c++} -print-file-name=libasan.so):$(${CXX:-c++} -print-file-name=libubsan.so)"
+. "$(dirname "$0")/native_variant.sh"
 if [ $# -eq 0 ]; then
   set -- portable
-  grep -qw avx2 /proc/cpuinfo 2>/dev/null && set -- avx2 portable
+  if grep -qw avx2 /proc/cpuinfo 2>/dev/null; then set -- avx2 portable; fi
 fi
-for isa in "$@"; do
-  echo "== $isa"
-  # Python and torch keep memory on purpose: no leak check. An editable install's import hook would win over PYTHONPATH.
-  LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OCTAVO_ISA="$isa" \
-    PYTHONPATH="$build/site:tests" python3 -c '
-import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
-import pytest
-from octavo.kernels.cpu.loader import native
-assert "/asan/" in native().__file__, native().__file__
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/cpu/test_native_attention.py", "tests/cpu/test_native_ops.py", "tests/cpu/test_native_rotary_write.py",
-                      "tests/cpu/test_native_sampling.py", "tests/cpu/test_native_loading.py",
-                      "tests/cpu/test_native_quantized.py", "tests/cpu/test_native_stack.py"]))
-'
+wanted=" $* "
+has() { case "$wanted" in *" $1 "*) echo ON ;; *) echo OFF ;; esac; }
+# Only what will run is compiled: instrumented kernels take long.
+build_variant asan -DCMAKE_BUILD_TYPE=None -DOCTAVO_SANITIZE=ON -DOCTAVO_AVX2_FLAGS="$(has avx2)" \
+  -DOCTAVO_AVX512_FLAGS="$(has avx512)" -DOCTAVO_AMX_FLAGS="$(has amx)"
+preload="$(${CXX:-c++} -print-file-name=libasan.so):$(${CXX:-c++} -print-file-name=libubsan.so)"
+# Python and torch keep memory on purpose: no leak check.
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+for isa; do
+  test_variant "$isa"
 done
