@@ -41,13 +41,14 @@ struct Best {
 //                   [16][2] words, the two bits at 2i of block b for pair 8b + i
 //   header: half       f16 scale[16]                                    value = scale * (code - middle)
 //           half_zero  f16 scale[16], u8 zero[16]                       value = scale * (code - zero)
+//           half_fine  f16 scale[16], u8 zero[16]                       value = scale * (code - zero / 16)
 //           wide       f32 scale[16]                                    value = scale * (code - middle)
 //           wide_zero  f32 scale[16], f32 zero[16]                      value = scale * (code - zero)
 //           k_min      f16 d[16], f16 dmin[16], u8 sub[8][16], u8 low[8][16]   value = d * sub * code - dmin * low
 //           k_signed   f16 d[16], i8 sub[16][16]                        value = d * sub * (code - 32), a sub per 16 inputs
 // middle: 0 for 8 bits (codes are signed), 8 for 4, 16 for 5.
 inline constexpr int kUnit = 32;
-enum class Scales : int { half = 0, half_zero = 1, wide = 2, wide_zero = 3, k_min = 4, k_signed = 5 };
+enum class Scales : int { half = 0, half_zero = 1, wide = 2, wide_zero = 3, k_min = 4, k_signed = 5, half_fine = 6 };
 struct QuantizedFormat {
   int bits = 0;  // 0: floats, see DType
   Scales scales = Scales::half;
@@ -57,7 +58,8 @@ inline constexpr int64_t unit_bytes(int bits) { return int64_t{kUnit} * kPanel *
 inline constexpr int64_t header_bytes(Scales s) {
   switch (s) {
     case Scales::half: return 32;
-    case Scales::half_zero: return 48;
+    case Scales::half_zero:
+    case Scales::half_fine: return 48;
     case Scales::wide: return 64;
     case Scales::wide_zero: return 128;
     case Scales::k_min: return 64 + 16 * kPanel;

@@ -386,6 +386,7 @@ bool quantized_linear(const LinearArgs& a, const QuantizedFormat& f) {
     case 8 * 8 + (int)Scales::wide_zero: quantized_typed<8, Scales::wide_zero>(a, f, x); break;
     case 4 * 8 + (int)Scales::half: quantized_typed<4, Scales::half>(a, f, x); break;
     case 4 * 8 + (int)Scales::half_zero: quantized_typed<4, Scales::half_zero>(a, f, x); break;
+    case 4 * 8 + (int)Scales::half_fine: quantized_typed<4, Scales::half_fine>(a, f, x); break;
     case 4 * 8 + (int)Scales::wide: quantized_typed<4, Scales::wide>(a, f, x); break;
     case 4 * 8 + (int)Scales::wide_zero: quantized_typed<4, Scales::wide_zero>(a, f, x); break;
     case 4 * 8 + (int)Scales::k_min: quantized_typed<4, Scales::k_min>(a, f, x); break;

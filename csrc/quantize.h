@@ -1,11 +1,11 @@
 // Weights on their way into quantised panels: rows of floats are quantised, the blocks of GGUF files keep their integers
 // and scales and only change places. Included by each instruction set's file, after dequantize.h.
 //
-// What is chosen is defined by kernels/quantized_weights.py (`quantize_rows`); for int8 bit by bit, for int4 up to the
-// order in which squared errors are summed.
+// What is chosen is defined by kernels/quantized_weights.py (`quantize_rows`), bit by bit.
 #pragma once
 
 #include "dequantize.h"
+#include "quantize_int4.h"
 #include "quantized_panels.h"
 
 namespace {
@@ -31,17 +31,12 @@ OCTAVO_INLINE float largest_magnitude(const float* x, int64_t n) {
   return largest;
 }
 
-OCTAVO_INLINE float inverse_of(float scale) {
-  constexpr float kTiny = 1.17549435e-38f;
-  return scale > 0 ? 1 / (scale < kTiny ? kTiny : scale) : 0;
-}
-
 // One scale for the whole row.
 bool int8_row(const float* x, int64_t k, uint8_t* codes, float* scale) {
   const float largest = largest_magnitude(x, k);
   if (!(largest <= 3.4028235e38f)) return false;
   *scale = largest / 127;
-  const f8 inverse = splat(inverse_of(*scale)), most = splat(127);
+  const f8 inverse = inverse_of(splat(*scale)), most = splat(127);
   for (int64_t i = 0; i < k; i += 8) {
     f8 v = splat(0);
     if (i + 8 <= k) v = load(x + i);
@@ -54,73 +49,25 @@ bool int8_row(const float* x, int64_t k, uint8_t* codes, float* scale) {
   return true;
 }
 
-constexpr int kMostGroup = 256;
-constexpr double kShares[] = {1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7};
-
-// x [size], size a multiple of 8 and at most kMostGroup: codes 0 … 15 with an integer zero and a float16 scale.
-void int4_group(const float* x, int size, uint8_t* codes, float* best_scale, float* best_zero) {
-  f8 low = splat(0), high = splat(0);
-  for (int i = 0; i < size; i += 8) {
-    const f8 v = load(x + i);
-    low = select(v < low, v, low), high = larger(v, high);
-  }
-  float least_of = 0, most_of = 0;
-  for (int j = 0; j < 8; ++j) {
-    least_of = low[j] < least_of ? low[j] : least_of;
-    most_of = high[j] > most_of ? high[j] : most_of;
-  }
-  float best = __builtin_inff();
-  *best_scale = 0, *best_zero = 8;
-  for (double share : kShares) {
-    // In double and then to float, as Python hands a number to torch.
-    float scale = (most_of - least_of) * (float)(share / 15);
-    if (scale > 65504) scale = 65504;
-    f16 half;
-    narrow(scale, &half);
-    scale = widen(half);
-    const float inverse = inverse_of(scale);
-    float zero = round_small(splat(-least_of * (float)share * inverse))[0];
-    zero = zero < 0 ? 0 : zero > 15 ? 15 : zero;
-    f8 error = splat(0);
-    for (int i = 0; i < size; i += 8) {
-      const f8 v = load(x + i);
-      f8 q = round_small(v * splat(inverse)) + splat(zero);
-      q = select(q > splat(15), splat(15), select(q < splat(0), splat(0), q));
-      const f8 off = (q - splat(zero)) * splat(scale) - v;
-      error = error + off * off;
-    }
-    const float squared = sum(error);
-    if (squared < best) best = squared, *best_scale = scale, *best_zero = zero;
-  }
-  const f8 inverse = splat(inverse_of(*best_scale)), zero = splat(*best_zero);
-  for (int i = 0; i < size; i += 8) {
-    f8 q = round_small(load(x + i) * inverse) + zero;
-    q = select(q > splat(15), splat(15), select(q < splat(0), splat(0), q));
-    const i8 whole = to_int(q);
-    for (int j = 0; j < 8; ++j) codes[i + j] = (uint8_t)whole[j];
-  }
+// One row of floats as int8 into its place.
+bool quantize_row(const LoadArgs& a, const float* x, int64_t row, uint8_t* codes) {
+  float scale;
+  if (!int8_row(x, a.k, codes, &scale)) return false;
+  put_scale(a.format, a.panels, row, a.k, 0, scale, 0);
+  put_codes(a.format, (char*)a.panels, row, a.k, codes);
+  return true;
 }
 
-// One row of floats into its place. codes: room for k + kMostGroup bytes.
-bool quantize_row(const LoadArgs& a, const float* x, int64_t row, uint8_t* codes) {
-  if (a.format.bits == 8) {
-    float scale;
-    if (!int8_row(x, a.k, codes, &scale)) return false;
-    put_scale(a.format, a.panels, row, a.k, 0, scale, 0);
-  } else {
-    if (!(largest_magnitude(x, a.k) <= 3.4028235e38f)) return false;
-    const int64_t size = a.format.group;
-    float last[kMostGroup] = {};
-    for (int64_t g = 0; g * size < a.k; ++g) {
-      const int64_t count = least(size, a.k - g * size);
-      float scale, zero;
-      const float* from = x + g * size;
-      if (count < size) memcpy(last, from, (size_t)count * 4), from = last;
-      int4_group(from, (int)size, codes + g * size, &scale, &zero);
-      put_scale(a.format, a.panels, row, a.k, g, scale, zero);
-    }
+// Up to kSearchedRows rows of floats as int4 into their places. codes: room for as many bytes as x has numbers.
+bool quantize_rows(const LoadArgs& a, const float* x, int64_t row, int rows, uint8_t* codes) {
+  if (!(largest_magnitude(x, rows * a.k) <= 3.4028235e38f)) return false;
+  const int64_t size = a.format.group;
+  for (int64_t g = 0; g * size < a.k; ++g) {
+    f8 scale, zero;
+    int4_groups(x + g * size, a.k, rows, (int)least(size, a.k - g * size), codes + g * size, &scale, &zero);
+    for (int r = 0; r < rows; ++r) put_scale(a.format, a.panels, row + r, a.k, g, scale[r], zero[r]);
   }
-  put_codes(a.format, (char*)a.panels, row, a.k, codes);
+  for (int r = 0; r < rows; ++r) put_codes(a.format, (char*)a.panels, row + r, a.k, codes + r * a.k);
   return true;
 }
 
@@ -184,16 +131,19 @@ void repack_row(const LoadArgs& a, const uint8_t* from, int64_t row, uint8_t* co
 }
 
 bool load_quantized(const LoadArgs& a) {
-  const bool keep = a.format.scales != Scales::wide && a.format.scales != Scales::half_zero;
+  const bool keep = a.format.scales != Scales::wide && a.format.scales != Scales::half_fine;
   uint8_t* codes = (uint8_t*)(a.scratch + kPanel * a.k);
-  for (int64_t row = a.first; row < a.first + a.count; ++row) {
+  const int64_t end = a.first + a.count, step = !keep && a.format.bits == 4 ? kSearchedRows : 1;
+  for (int64_t row = a.first; row < end; row += step) {
+    const int rows = (int)least(step, end - row);
     const uint8_t* from = (const uint8_t*)a.source + (row - a.first) * a.row_bytes;
     if (keep) {
       repack_row(a, from, row, codes);
       continue;
     }
-    dequantize(from, a.kind, a.k, a.scratch);
-    if (!quantize_row(a, a.scratch, row, codes)) return false;
+    for (int r = 0; r < rows; ++r) dequantize(from + r * a.row_bytes, a.kind, a.k, a.scratch + r * a.k);
+    const bool done = step == 1 ? quantize_row(a, a.scratch, row, codes) : quantize_rows(a, a.scratch, row, rows, codes);
+    if (!done) return false;
   }
   return true;
 }

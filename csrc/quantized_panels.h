@@ -101,11 +101,12 @@ OCTAVO_INLINE uint8_t* header_of(const QuantizedFormat& f, void* panels, int64_t
 void put_scale(const QuantizedFormat& f, void* panels, int64_t row, int64_t k, int64_t group, float scale, float zero) {
   uint8_t* at = header_of(f, panels, row, k, group);
   const int64_t j = row % kPanel;
-  if (f.scales == Scales::half || f.scales == Scales::half_zero) {
+  if (f.scales == Scales::half || f.scales == Scales::half_zero || f.scales == Scales::half_fine) {
     f16 half;
     narrow(scale, &half);
     memcpy(at + 2 * j, &half, 2);
     if (f.scales == Scales::half_zero) at[32 + j] = (uint8_t)zero;
+    if (f.scales == Scales::half_fine) at[32 + j] = (uint8_t)(zero * 16);
   } else {
     memcpy(at + 4 * j, &scale, 4);
     if (f.scales == Scales::wide_zero) memcpy(at + 64 + 4 * j, &zero, 4);
@@ -138,6 +139,7 @@ void get_row(const QuantizedFormat& f, const char* panels, int64_t row, int64_t 
     else
       scale = widen(d);
     if (f.scales == Scales::half_zero) zero = (float)header[32 + j];
+    if (f.scales == Scales::half_fine) zero = (float)header[32 + j] / 16;
     if (f.scales == Scales::wide_zero) memcpy(&zero, header + 64 + 4 * j, 4);
     const int64_t count = least(kUnit, k - u * kUnit), sub = u % per;
     for (int64_t i = 0; i < count; ++i, ++out) {
@@ -241,19 +243,21 @@ OCTAVO_INLINE vec signed_at(const uint8_t* p, int v) { return eight_signed(p + 8
 // Factor of unit `sub` of a group (half `h` of it for k_signed), and what is subtracted per unit of summed inputs.
 template <Scales S>
 OCTAVO_INLINE vec factor_at(const uint8_t* header, int64_t sub, int h, int v) {
-  if constexpr (S == Scales::half || S == Scales::half_zero) return halves_at(header, v);
+  if constexpr (S == Scales::half || S == Scales::half_zero || S == Scales::half_fine) return halves_at(header, v);
   if constexpr (S == Scales::wide || S == Scales::wide_zero) return load_wide((const float*)header + v * kLanes);
   if constexpr (S == Scales::k_min) return halves_at(header, v) * bytes_at(header + 64 + sub * 16, v);
   return halves_at(header, v) * signed_at(header + 32 + (2 * sub + h) * 16, v);
 }
 template <Scales S>
 OCTAVO_INLINE vec offset_at(const uint8_t* header, int64_t sub, int v) {
+  if constexpr (S == Scales::half_fine)
+    return halves_at(header, v) * (bytes_at(header + 32, v) * splat_wide(1.0f / 16));
   if constexpr (S == Scales::wide_zero)
     return load_wide((const float*)header + v * kLanes) * load_wide((const float*)(header + 64) + v * kLanes);
   return halves_at(header + 32, v) * bytes_at(header + 192 + sub * 16, v);  // k_min
 }
 template <Scales S>
-constexpr bool kHasOffset = S == Scales::wide_zero || S == Scales::k_min;  // zeros of half_zero are integers
+constexpr bool kHasOffset = S == Scales::half_fine || S == Scales::wide_zero || S == Scales::k_min;  // others: integers
 template <int Bits, Scales S>
 constexpr bool kHasMiddle = kMiddle<Bits> != 0 && (S == Scales::half || S == Scales::wide);
 

@@ -1,7 +1,7 @@
 """Number formats of weights: what `quantization` means, and how many bytes it makes of a matrix.
 
-    int8       one scale per output (float32):                     value = scale * code, code in -127..127
-    int4[:G]   groups of G inputs (32), float16 scale, one byte of zero:   value = scale * (code - zero), code in 0..15
+    int8       one scale per output (float32):                           value = scale * code, code -127..127
+    int4[:G]   groups of G inputs (32), float16 scale, a byte of zero:   value = scale * (code - zero / 16), code 0..15
     gguf       the blocks of a GGUF file as they are: their own integers and scales, only in another order
     fp8        one scale per output, e4m3 numbers (GPU)
 

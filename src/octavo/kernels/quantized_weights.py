@@ -18,17 +18,14 @@ import torch
 from torch.nn import functional as F
 
 from octavo.errors import ConfigError
+from octavo.kernels.grid_search import ZERO_STEPS, int4_groups, inverse
 
 #: kind -> bits of a code
 BITS = {"int8": 8, "int4": 4}
 #: Codes of an int4 weight without zeros are signed numbers plus this.
 INT4_MIDDLE = 8
-#: Shares of the full range that are tried for the scale of an int4 group: a smaller step for most numbers can be worth
-#: cutting the largest ones off.
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-ROWS_AT_A_TIME = (
-    1 << 21
-)  # numbers of a weight that are in float32 at the same time, while it is quantised or multiplied
+#: numbers of a weight that are in float32 at the same time, while it is quantised or multiplied
+ROWS_AT_A_TIME = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes of it packed without loss: codes at `bits` each, scales in 16 bits where that is exact, zeros in 8."""
         scale_bytes = 2 if halves_exactly(self.scales) else 4
-        zero_bytes = 0 if self.zeros is None else 1 if is_small_integer(self.zeros) else 4
+        zero_bytes = 0 if self.zeros is None else 1 if is_small_integer(self.zeros) or are_sixteenths(self.zeros) else 4
         packed = self.out_features * -(-self.in_features * self.bits // 8)
         order = 0 if self.input_order is None else 8 * self.in_features
         return packed + self.scales.numel() * (scale_bytes + zero_bytes) + order
@@ -136,6 +133,12 @@ def is_small_integer(values: torch.Tensor) -> bool:
     return bool(((values == values.round()) & (values >= 0) & (values <= 255)).all())
 
 
+def are_sixteenths(zeros: torch.Tensor) -> bool:
+    """Whether every zero is a multiple of 1 / ZERO_STEPS that fits a byte."""
+    steps = zeros * ZERO_STEPS
+    return bool(((steps == steps.round()) & (steps >= 0) & (steps <= 255)).all())
+
+
 def _values(
     kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int
 ) -> torch.Tensor:
@@ -158,13 +161,16 @@ def _values(
 # Quantising
 
 
-def quantize_rows(weight: torch.Tensor, kind: str, group_size: int | None = None) -> QuantizedWeight:
+def quantize_rows(
+    weight: torch.Tensor, kind: str, group_size: int | None = None, *, whole_zeros: bool = False
+) -> QuantizedWeight:
     """weight [out, in] of any float dtype -> its nearest `QuantizedWeight` of `kind`.
 
     int8: symmetric, one scale per output unless a group_size is given: largest magnitude / 127, round to nearest.
-    int4: groups of 32 unless told otherwise, integer zeros, scales that are float16 numbers; per group the step and the
-    zero with the least squared error of a few candidates. A group of zeros has scale 0. group_size may exceed or not
-    divide in_features. Raises ConfigError for another kind, and for numbers that are not finite.
+    int4: groups of 32 unless told otherwise, scales that are float16 numbers, zeros that are sixteenths (whole_zeros:
+    integers, as other libraries store them); per group the grid with the least squared error that a search finds, see
+    `int4_groups`. A group of zeros has scale 0. group_size may exceed or not divide in_features. Raises ConfigError for
+    another kind, and for numbers that are not finite.
     """
     if kind not in BITS:
         raise ConfigError(f"kind={kind!r}: weights can be quantised to {', '.join(BITS)}")
@@ -174,51 +180,46 @@ def quantize_rows(weight: torch.Tensor, kind: str, group_size: int | None = None
         raise ConfigError(f"group_size={group_size!r}: must be an integer of at least 1")
     columns = weight.shape[1]
     size = min(group_size or (columns if kind == "int8" else 32), columns)
-    make = _int8_groups if kind == "int8" else _int4_groups
-    step = max(1, ROWS_AT_A_TIME // columns)
+    zero_steps = 1 if whole_zeros else ZERO_STEPS
+    # A device other than the CPU wants fewer, larger operations.
+    step = max(1, (ROWS_AT_A_TIME << (0 if weight.device.type == "cpu" else 3)) // columns)
     parts = []
     for first in range(0, weight.shape[0], step):
         rows = weight[first : first + step].float()
         if not bool(torch.isfinite(rows).all()):
             raise ConfigError("the weight holds numbers that are not finite; it cannot be quantised")
-        padding = -columns % size
-        grouped = F.pad(rows, (0, padding)).view(rows.shape[0], -1, size)
-        codes, scales, zeros = make(grouped)
-        parts.append((codes.flatten(1)[:, :columns], scales, zeros))
-    all_codes, all_scales = (torch.cat([part[i] for part in parts]) for i in (0, 1))  # type: ignore[misc]
-    all_zeros = None if parts[0][2] is None else torch.cat([part[2] for part in parts])  # type: ignore[misc]
-    return QuantizedWeight(kind, all_codes.contiguous(), all_scales, all_zeros, size)
+        whole = columns // size * size  # a last group that is shorter is searched apart
+        for begin, groups in ((0, rows[:, :whole].unflatten(1, (-1, size))), (whole, rows[:, None, whole:])):
+            if groups.numel():
+                found = _int8_groups(groups) if kind == "int8" else int4_groups(groups, zero_steps)
+                parts.append((first, begin, found))
+    return _assembled(kind, tuple(weight.shape), size, parts)
 
 
-def _int8_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+#: Of groups [rows, groups, size]: codes of that shape, scales and zeros [rows, groups].
+_Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _assembled(kind: str, shape: tuple[int, ...], size: int, parts: list[tuple[int, int, _Groups]]) -> QuantizedWeight:
+    """Parts, each from a row and a column on, put into one weight."""
+    codes, scales, zeros = parts[0][2]
+    all_codes = codes.new_empty(shape)
+    all_scales = scales.new_empty(shape[0], -(-shape[1] // size))
+    all_zeros = None if zeros is None else torch.empty_like(all_scales)
+    for row, column, (codes, scales, zeros) in parts:
+        rows, groups = slice(row, row + len(codes)), slice(column // size, column // size + codes.shape[1])
+        all_codes[rows, column : column + codes.shape[1] * codes.shape[2]] = codes.flatten(1)
+        all_scales[rows, groups] = scales
+        if all_zeros is not None and zeros is not None:
+            all_zeros[rows, groups] = zeros
+    return QuantizedWeight(kind, all_codes, all_scales, all_zeros, size)
+
+
+def _int8_groups(groups: torch.Tensor) -> _Groups:
     """[rows, groups, size] -> int8 codes of that shape, scales [rows, groups]."""
     scales = groups.abs().amax(-1) / 127
-    codes = (groups * _inverse(scales)[..., None]).round().clamp(-127, 127)
+    codes = (groups * inverse(scales)[..., None]).round().clamp(-127, 127)
     return codes.to(torch.int8), scales, None
-
-
-def _int4_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[rows, groups, size] -> codes 0 … 15, float16 scales and integer zeros with the least squared error."""
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    best = torch.full_like(low, torch.inf)
-    scales, zeros = torch.zeros_like(low), torch.full_like(low, float(INT4_MIDDLE))
-    codes = torch.full_like(groups, INT4_MIDDLE)
-    for share in SHARES:
-        scale = ((high - low) * (share / 15)).clamp(max=65504).half().float()
-        inverse = _inverse(scale)
-        zero = (-low * share * inverse).round().clamp(0, 15)
-        found = (groups * inverse[..., None]).round_().add_(zero[..., None]).clamp_(0, 15)
-        error = ((found - zero[..., None]) * scale[..., None]).sub_(groups).square_().sum(-1)
-        better = error < best
-        best = torch.where(better, error, best)
-        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
-        codes = torch.where(better[..., None], found, codes)
-    return codes.to(torch.uint8), scales, zeros
-
-
-def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 for 0."""
-    return torch.where(scales > 0, 1 / scales.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
 
 
 # Products
@@ -332,7 +333,7 @@ class Fp8Linear:
             raise ConfigError("the weight holds numbers that are not finite; it cannot be quantised")
         self.out_features, self.in_features = weight.shape
         self._scales = wide.abs().amax(1) / torch.finfo(torch.float8_e4m3fn).max
-        self._numbers = (wide * _inverse(self._scales)[:, None]).to(torch.float8_e4m3fn)
+        self._numbers = (wide * inverse(self._scales)[:, None]).to(torch.float8_e4m3fn)
         self._bias = bias
 
     @property

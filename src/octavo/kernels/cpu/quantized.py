@@ -20,6 +20,7 @@ from octavo.kernels.quantized_weights import (
     JoinedLinear,
     QuantizedWeight,
     SizedLinear,
+    are_sixteenths,
     concatenate,
     fusible,
     halves_exactly,
@@ -28,7 +29,7 @@ from octavo.kernels.quantized_weights import (
 )
 
 UNIT = 32  # inputs that a product sums exactly; groups are multiples of it
-HALF, HALF_ZERO, WIDE, WIDE_ZERO, K_MIN, K_SIGNED = range(6)  # csrc/kernels.h: Scales
+HALF, HALF_ZERO, WIDE, WIDE_ZERO, K_MIN, K_SIGNED, HALF_FINE = range(7)  # csrc/kernels.h: Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def panels_of_format(format: WeightFormat, columns: int) -> Panels | None:
         return Panels(8, WIDE, _whole(columns))
     if format.kind == "int4":
         assert format.group_size is not None
-        return Panels(4, HALF_ZERO, format.group_size)
+        return Panels(4, HALF_FINE, format.group_size)
     return None
 
 
@@ -73,8 +74,10 @@ def panels_of_weight(weight: QuantizedWeight) -> Panels | None:
     halves = halves_exactly(weight.scales)
     if weight.zeros is None:
         return Panels(weight.bits, HALF if halves else WIDE, group)
-    small = weight.kind == "int4" and halves and is_small_integer(weight.zeros)
-    return Panels(weight.bits, HALF_ZERO if small else WIDE_ZERO, group)
+    if weight.kind != "int4" or not halves:
+        return Panels(weight.bits, WIDE_ZERO, group)
+    fine = HALF_FINE if are_sixteenths(weight.zeros) else WIDE_ZERO
+    return Panels(4, HALF_ZERO if is_small_integer(weight.zeros) else fine, group)
 
 
 def _whole(columns: int) -> int:
