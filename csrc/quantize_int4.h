@@ -16,7 +16,8 @@ constexpr float kZeroSteps = 16;           // zeros are multiples of 1 / 16 …
 constexpr float kMostZero = 255.0f / 16;   // … that fit a byte
 constexpr double kShares[] = {1.0, 0.93, 0.86, 0.79, 0.72};
 constexpr int kRefits = 2;
-constexpr float kOnGrid = 0.02f;           // of a step
+constexpr float kDoubt = 1.0f / 16384;
+constexpr float kOnGrid = 0.04f;           // of a step
 
 OCTAVO_INLINE f8 smaller(f8 a, f8 b) {
 #if defined(__AVX2__)
@@ -89,8 +90,8 @@ f8 error_of(const Int4Group& g, f8 scale, f8 zero) {
 }
 
 // Consider a grid, and the one that fits the codes it gives best: zero and scale of least squares, each rounded as it is
-// stored, the scale after the zero and for it. Its error is that of the same codes, which is no less than what new ones
-// leave. All of it is worked out from what the first grid leaves over, so that one large number hides nothing.
+// stored, the scale after the zero and for it. Its error is worked out from what the first leaves over, for the same
+// codes, which is no less than what new ones leave; how far rounding may put it off is added.
 void consider_grid(Int4Group& g, f8 scale, f8 zero) {
   const f8 inverse = inverse_of(scale), n = splat((float)g.count), two = splat(2);
   f8 error = splat(0), codes = error, squares = error, rests = error, products = error;
@@ -112,7 +113,7 @@ void consider_grid(Int4Group& g, f8 scale, f8 zero) {
   const f8 ds = step - scale, dm = zero * scale - fitted * step;
   const f8 gained = two * (ds * products + dm * rests);
   const f8 spent = (ds * ds * squares + two * ds * dm * codes) + n * dm * dm;
-  take_better(g, fits, step, fitted, larger((error - gained) + spent, splat(0)));
+  take_better(g, fits, step, fitted, larger((error - gained) + spent, splat(0)) + error * splat(kDoubt));
 }
 
 // Rows whose numbers lie on a grid already: whole steps over the range, this many.

@@ -21,8 +21,10 @@ from octavo.config import EngineConfig
 from octavo.core.weight_format import parse_weight_format
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.ops import TorchOps
+from octavo.kernels.quantized_weights import quantize_rows
 from octavo.models.load import LoadedModel, load_model
 from octavo.models.quantized_files.writer import quantize_checkpoint
+from octavo.models.safetensors_loader import SafetensorsFiles, open_safetensors, quantization_of, read_json
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -119,6 +121,27 @@ def test_transformers_reads_a_copy_that_keeps_the_embeddings(family: str, tmp_pa
     assert ours.weight_bytes < 0.6 * load(tmp_path / "model").weight_bytes
 
 
+def test_zeros_are_fractions_unless_the_copy_is_for_other_engines(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model", intermediate_size=128)
+    name = "model.layers.0.mlp.up_proj"
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as source:
+        weight = source.get_tensor(f"{name}.weight")
+    for keep, dtype, form in ((False, torch.float16, "torch.float16"), (True, torch.int32, None)):
+        out = tmp_path / str(keep)
+        quantize_checkpoint(tmp_path / "model", out, parse("int4"), keep_embeddings=keep)
+        expected = quantize_rows(weight, "int4", whole_zeros=keep)
+        with safe_open(out / "model.safetensors", "pt") as copy:
+            assert copy.get_tensor(f"{name}.weight_zero_point").dtype == dtype
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        assert config["config_groups"]["group_0"]["weights"]["zp_dtype"] == form
+        files = SafetensorsFiles(out)
+        found = open_safetensors(files, load(out).spec, None, quantization_of(out, read_json(out / "config.json")))
+        read = found.quantized("layers.0.up.weight")
+        assert read is not None and read.zeros is not None and expected.zeros is not None
+        assert torch.equal(read.codes, expected.codes) and torch.equal(read.zeros, expected.zeros)
+        assert torch.equal(read.scales, expected.scales)
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     write_tiny("llama", model)
@@ -133,6 +156,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a checkpoint can be stored as int8, int4" in refused(model, out, "-q", "gguf")  # type: ignore[arg-type]
     assert "--quantization auto: say int8" in refused(model, out, "-q", "auto")  # type: ignore[arg-type]
     assert "no such file or directory" in refused("nowhere", out, "-q", "int8")  # type: ignore[arg-type]
+    (tmp_path / "file.gguf").write_bytes(b"GGUF")
+    message = refused(tmp_path / "file.gguf", out, "-q", "int4:64")  # type: ignore[arg-type]
+    assert "holds neither the config.json nor the tokenizer.json" in message
+    assert "--quantization gguf" in message and "--quantization int4:64" in message
     quantize_checkpoint(model, tmp_path / "once", parse("int8"))
     with pytest.raises(ModelError, match=r"is quantised already \(compressed-tensors, 8 bits, a scale per output\)"):
         quantize_checkpoint(tmp_path / "once", out, parse("int4"))

@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     files = resolve_model(args.model)
     if files.kind == "gguf":
         raise ModelError(
-            f"{args.model}: {files.path} is a GGUF file, which has its own packing (quantization='gguf' computes with "
-            "it as it is); give the directory with the original weights"
+            f"{args.model}: {files.path} is a GGUF file: a copy of it could not be loaded on its own, since its header "
+            "holds neither the config.json nor the tokenizer.json that a directory needs; load the file itself with "
+            f"--quantization gguf (as it is packed) or --quantization {form} (quantised anew at each load), or give "
+            "octavo quantize the directory with the original weights"
         )
     progress = LoadProgress()
     try:

@@ -3,6 +3,7 @@
     pack-quantized      weight_packed int32 [out, ceil(in * bits / 32)]   lowest bits first, plus half the range
                         weight_shape int [2]                              (out, in)
                         weight_zero_point int32 [ceil(out * bits / 32), groups]   packed down the outputs
+                        or float [out, groups]   `octavo quantize`'s, which are fractions
     naive-quantized,    weight int8 [out, in]
     int-quantized       weight_zero_point int8 [out, groups]
     all of them         weight_scale float [out, groups]    "channel": one group; "tensor": [1] or []
@@ -113,7 +114,9 @@ def _problems(found: Found, group: Group, shape: tuple[int, int]) -> tuple[str, 
     elif found.shapes.get("weight_scale") not in ((), (1,), (1, 1)):
         scale = f"{found.module}.weight_scale: one number expected"
     zero = None
-    if not group.symmetric and group.packed:
+    if _float_zeros(found, group):
+        zero = found.problem("weight_zero_point", (rows, groups), FLOATS)
+    elif not group.symmetric and group.packed:
         zero = found.problem("weight_zero_point", (-(-rows * group.bits // 32), groups), ("I32",))
     elif not group.symmetric:
         zero = found.problem("weight_zero_point", (rows, groups), ("I8",))
@@ -138,11 +141,18 @@ def _read(found: Found, files: Tensors, group: Group, shape: tuple[int, int]) ->
     zeros = None
     if not group.symmetric:
         stored = files.read(found.names["weight_zero_point"])
-        zeros = unpack_rows(stored, group.bits)[:rows] if group.packed else _unsigned(stored, middle)
+        if _float_zeros(found, group):
+            zeros = stored
+        else:
+            zeros = unpack_rows(stored, group.bits)[:rows] if group.packed else _unsigned(stored, middle)
     order = files.read(found.names["weight_g_idx"]) if "weight_g_idx" in found.names else None
     if order is not None and bool((order < 0).all()):
         order = None  # written so where the order was not used
     return make_weight(found.module, codes, scales, zeros, bits=group.bits, group_size=group.group_size, group=order)
+
+
+def _float_zeros(found: Found, group: Group) -> bool:
+    return group.packed and not group.symmetric and found.dtypes.get("weight_zero_point") in FLOATS
 
 
 def _unsigned(codes: torch.Tensor, middle: int) -> torch.Tensor:

@@ -4,8 +4,9 @@ The linear weights become the codes that `quantization=` makes of them at load, 
 as it is stored. One tensor at a time is in memory, and one shard. The copy is put together beside its place and renamed
 into it when it is whole, so that a reader never sees half of it.
 
-With `keep_embeddings` the embedding and the output head stay floats: that is the form that other engines read (they
-know quantised linear layers, not quantised embeddings).
+Octavo's int4 zeros are sixteenths, which the format's packed integers cannot hold: they are written as float16 numbers,
+unpacked. With `keep_embeddings` the embedding and the output head stay floats and zeros are whole and packed: that is
+the form that other engines read (they know quantised linear layers, not quantised embeddings).
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def quantize_checkpoint(
     items = _items(files, spec, form, keep_embeddings)
     beside = _place_beside(target)
     try:
-        shards = _write_tensors(files, items, form, beside, shard_bytes, on_progress)
+        shards = _write_tensors(files, items, form, beside, shard_bytes, on_progress, whole_zeros=keep_embeddings)
         heads = FAMILIES[spec.architecture].names.heads
         settings = quantization_config(form, items, keep_embeddings, heads)
         config = {**config, "tie_word_embeddings": spec.tied_head, "quantization_config": settings}
@@ -154,7 +155,7 @@ def quantization_config(
     weights = {
         "num_bits": BITS[form.kind], "type": "int", "symmetric": not int4, "strategy": "group" if int4 else "channel",
         "group_size": form.group_size, "dynamic": False, "actorder": None, "block_structure": None,
-        "observer": None, "observer_kwargs": {},
+        "observer": None, "observer_kwargs": {}, "zp_dtype": None if keep_embeddings or not int4 else "torch.float16",
     }  # fmt: skip
     targets = ["Linear"] if keep_embeddings else ["Linear", "Embedding"]
     group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
@@ -172,8 +173,8 @@ def quantization_config(
     }  # fmt: skip
 
 
-def packed_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """A weight that `quantize_rows` made -> its tensors, by the ends of their names."""
+def packed_tensors(weight: QuantizedWeight, *, whole_zeros: bool = False) -> dict[str, torch.Tensor]:
+    """A weight that `quantize_rows` made -> its tensors, by the ends of their names. Zeros: packed if whole."""
     bits = BITS[weight.kind]
     codes = weight.codes if weight.codes.dtype == torch.uint8 else (weight.codes.to(torch.int16) + 128).to(torch.uint8)
     tensors = {
@@ -181,8 +182,10 @@ def packed_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         "weight_scale": weight.scales.contiguous(),
         "weight_shape": torch.tensor(weight.codes.shape, dtype=torch.int64),
     }
-    if weight.zeros is not None:
+    if weight.zeros is not None and whole_zeros:
         tensors["weight_zero_point"] = pack_rows(weight.zeros.to(torch.uint8), bits)
+    elif weight.zeros is not None:
+        tensors["weight_zero_point"] = weight.zeros.half()
     return tensors
 
 
@@ -211,7 +214,7 @@ def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_em
                 f"{files.directory}: {name} stores its weights transposed or stacked, which compressed-tensors has no "
                 "form for; quantise this model at load instead (quantization=)"
             )
-        packed = _packed_bytes(shape[0], shape[1], form)
+        packed = _packed_bytes(shape[0], shape[1], form, whole_zeros=keep_embeddings)
         items.append(_Item(name, name.removesuffix(".weight"), shape, size, packed))
     return items
 
@@ -227,11 +230,12 @@ def _is_product(parts: tuple[Part, ...], shapes: dict[str, tuple[int, ...]]) -> 
     )
 
 
-def _packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
+def _packed_bytes(rows: int, columns: int, form: WeightFormat, *, whole_zeros: bool) -> int:
     bits, size = BITS[form.kind], min(form.group_size or columns, columns)
     groups = -(-columns // size)
     codes = 4 * rows * -(-columns * bits // 32)
-    zeros = 4 * groups * -(-rows * bits // 32) if form.kind == "int4" else 0
+    zeros = 4 * -(-rows * bits // 32) if whole_zeros else 2 * rows
+    zeros = groups * zeros if form.kind == "int4" else 0
     return codes + 4 * rows * groups + zeros + 16
 
 
@@ -245,6 +249,8 @@ def _write_tensors(
     directory: Path,
     shard_bytes: int,
     on_progress: Progress | None,
+    *,
+    whole_zeros: bool,
 ) -> int:
     """All tensors in one file or in shards with an index; how many files."""
     shards: list[list[_Item]] = [[]]
@@ -261,7 +267,7 @@ def _write_tensors(
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for item in shard:
-            tensors |= _tensors(files, item, form)
+            tensors |= _tensors(files, item, form, whole_zeros)
             done += item.source_bytes
             if on_progress is not None:
                 on_progress(done, total)
@@ -274,15 +280,15 @@ def _write_tensors(
     return len(shards)
 
 
-def _tensors(files: SafetensorsFiles, item: _Item, form: WeightFormat) -> dict[str, torch.Tensor]:
+def _tensors(files: SafetensorsFiles, item: _Item, form: WeightFormat, whole_zeros: bool) -> dict[str, torch.Tensor]:
     tensor = files.read(item.name)
     if item.module is None:
         return {item.name: tensor.contiguous()}
     try:
-        weight = quantize_rows(tensor, form.kind, form.group_size)
+        weight = quantize_rows(tensor, form.kind, form.group_size, whole_zeros=whole_zeros)
     except ConfigError as error:
         raise ModelError(f"{files.directory}: {item.name}: {error}") from error
-    return {f"{item.module}.{end}": part for end, part in packed_tensors(weight).items()}
+    return {f"{item.module}.{end}": part for end, part in packed_tensors(weight, whole_zeros=whole_zeros).items()}
 
 
 def _umask() -> int:
