@@ -1,5 +1,5 @@
-// Floats -> int4 codes with a scale and a zero per group: the search that kernels/grid_search.py defines, to
-// the bit. Included by quantize.h.
+// Floats -> int4 codes with a scale and a zero per group: the search that kernels/grid_search.py defines, to the bit.
+// Included by quantize.h.
 //
 // Eight rows are searched at once, a lane each: what a group needs (its range, its sums, the best grid so far) is then a
 // vector, no sum goes across lanes, and a row's codes do not depend on the rows beside it. Every multiplication and
@@ -39,7 +39,9 @@ OCTAVO_INLINE f8 half_step(f8 step) {
   store(half, smaller(step, splat(65504)));
   return load(half);
 }
-OCTAVO_INLINE f8 zero_step(f8 zero) { return round_small(between(zero, 0, kMostZero) * splat(kZeroSteps)) / splat(kZeroSteps); }
+OCTAVO_INLINE f8 zero_step(f8 zero) {
+  return round_small(between(zero, 0, kMostZero) * splat(kZeroSteps)) / splat(kZeroSteps);
+}
 
 OCTAVO_INLINE f8 code_of(f8 x, f8 inverse, f8 zero) { return between(round_small(x * inverse + zero), 0, 15); }
 

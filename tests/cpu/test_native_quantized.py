@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from octavo.models.gguf_types import dequantize
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
 BLOCKS = ["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-#: kind, zeros, float16 scales: each has panels of its own
+#: kind, zeros ("fine": sixteenths), float16 scales: each has panels of its own
 FORMATS = [("int8", False, False), ("int8", False, True), ("int8", True, False),
-           ("int4", False, False), ("int4", False, True), ("int4", True, False), ("int4", True, True)]  # fmt: skip
+           ("int4", False, False), ("int4", False, True), ("int4", True, False), ("int4", True, True),
+           ("int4", "fine", True)]  # fmt: skip
 
 
 @pytest.fixture(params=instruction_sets())
@@ -34,8 +36,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def sample(kind: str, zeros: bool, halves: bool, rows: int, columns: int, group: int, seed: int) -> QuantizedWeight:
-    weight = random_quantized(kind, rows, columns, group, zeros, seed)
+def sample(
+    kind: str, zeros: bool | str, halves: bool, rows: int, columns: int, group: int, seed: int
+) -> QuantizedWeight:
+    weight = random_quantized(kind, rows, columns, group, bool(zeros), seed)
+    if zeros == "fine":
+        assert weight.zeros is not None
+        weight = replace(
+            weight, zeros=weight.zeros + torch.arange(weight.zeros.numel()).view_as(weight.zeros) % 16 / 16
+        )
     scales = weight.scales.half().float() if halves else weight.scales
     return QuantizedWeight(kind, weight.codes, scales, weight.zeros, weight.group_size)
 
@@ -63,7 +72,7 @@ def close(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: torc
 
 
 @pytest.mark.parametrize(("kind", "zeros", "halves"), FORMATS)
-def test_products_rows_and_the_largest(isa: str, kind: str, zeros: bool, halves: bool) -> None:
+def test_products_rows_and_the_largest(isa: str, kind: str, zeros: bool | str, halves: bool) -> None:
     """Ragged shapes: outputs that end inside a panel, inputs that end inside a unit or a group, one row and many."""
     generator = random.Random(f"{kind}{zeros}{halves}")
     shapes = [(1, 16, 32), (1, 70, 40), (3, 33, 300), (7, 90, 96), (50, 49, 130)]

@@ -34,7 +34,7 @@ def random_quantized(kind: str, rows: int, columns: int, group: int, zeros: bool
     low, high = (-127, 128) if kind == "int8" else (0, 16)
     codes = torch.randint(low, high, (rows, columns), generator=generator)
     scales = torch.rand(rows, groups, generator=generator) + 0.01
-    offsets = torch.randint(0, 256, (rows, groups), generator=generator) / 16 if zeros else None
+    offsets = torch.randint(0, 16, (rows, groups), generator=generator).float() if zeros else None
     return QuantizedWeight(kind, codes.to(torch.int8 if kind == "int8" else torch.uint8), scales, offsets, group)
 
 

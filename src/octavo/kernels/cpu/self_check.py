@@ -56,7 +56,7 @@ def _products(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor
 def _quantized(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Codes of eight and of four bits, a scale and a zero per 32 inputs, one row and more than a tile of them."""
     results = {}
-    for bits, scales in ((8, 2), (4, 1)):  # csrc/kernels.h: wide, half_zero
+    for bits, scales in ((8, 2), (4, 1), (4, 6)):  # csrc/kernels.h: wide, half_zero, half_fine
         codes = torch.randint(0, 16, (150, 64), generator=generator, dtype=torch.uint8)
         steps = torch.full((150, 2), 0.25)
         zeros = torch.randint(0, 16, (150, 2), generator=generator).float() if bits == 4 else None
@@ -65,7 +65,7 @@ def _quantized(module: Any, generator: torch.Generator) -> dict[str, torch.Tenso
         for rows in (1, 3, 17):
             x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
             packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
-            results[f"a product of {rows} rows with weights of {bits} bits"] = out
+            results[f"a product of {rows} rows with weights of {bits} bits and scales {scales}"] = out
     return results
 
 
