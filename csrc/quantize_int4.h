@@ -1,7 +1,7 @@
 // Floats -> int4 codes with a scale and a zero per group: the search that kernels/grid_search.py defines, to the bit.
 // Included by quantize.h.
 //
-// Eight rows are searched at once, a lane each: what a group needs (its range, its sums, the best grid so far) is then a
+// Eight rows are searched at once, a lane each: what a group needs (its range, sums, the best grid so far) is then a
 // vector, no sum goes across lanes, and a row's codes do not depend on the rows beside it. Every multiplication and
 // addition is rounded by itself; sums run over the inputs in order.
 #pragma once
@@ -91,8 +91,8 @@ f8 error_of(const Int4Group& g, f8 scale, f8 zero) {
   return error;
 }
 
-// Consider a grid, and the one that fits the codes it gives best: zero and scale of least squares, each rounded as it is
-// stored, the scale after the zero and for it. Its error is worked out from what the first leaves over, for the same
+// Consider a grid, and the one that fits the codes it gives best: zero and scale of least squares, each rounded as it
+// is stored, the scale after the zero and for it. Its error is worked out from what the first leaves over, for the same
 // codes, which is no less than what new ones leave; how far rounding may put it off is added.
 void consider_grid(Int4Group& g, f8 scale, f8 zero) {
   const f8 inverse = inverse_of(scale), n = splat((float)g.count), two = splat(2);
