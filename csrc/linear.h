@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "panels.h"
 #include "register_tile.h"
+#include "shares.h"
 #include "simd.h"
 
 #include <stdlib.h>
@@ -16,13 +17,11 @@ namespace {
 
 using octavo::LinearArgs;
 
-constexpr int kRowTile = 12 / kParts;  // rows of a register tile: 12 sums in 16 registers, or in 32
-// Rows that stay in registers with a panel or more. Pairs of bfloat16 need registers of their own: six rows would spill.
-template <class W>
-constexpr int64_t kTileRows = __is_same(W, bf16) && kParts == 2 ? 5 : 6;
-constexpr int64_t kRowBlock = 96;  // rows whose slice of x stays in the second-level cache
+constexpr int kRowTile = 12 / kParts;   // rows of a register tile: 12 sums in 16 registers, or in 32
+constexpr int64_t kDepth = 256;         // k of a slice: 16 KiB of weights, in the first-level cache
+constexpr int64_t kRowBlock = 96;       // rows whose slice of x stays in the second-level cache
+constexpr int64_t kCached = 128 << 10;  // bytes of weights that stay there for several tiles of few rows
 constexpr int64_t kRun = octavo::panels_of_a_run(octavo::kFewRows + 1, 1, DType::f32);
-constexpr int64_t kDepth = 256;    // k of a slice: 16 KiB of weights, in the first-level cache
 
 template <class Out>
 OCTAVO_INLINE void put_typed(Out* y, int64_t columns, f8 low, f8 high) {
@@ -79,82 +78,92 @@ OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
   return v;
 }
 
-// A few rows, from `row` on: each panel is read straight into registers.
-template <int MR, int NP, class W>
-OCTAVO_INLINE void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t panel) {
-  vec total[MR][kParts * NP];
+// A few rows, from `row` on, times a panel that is read straight into registers.
+template <int MR, Fetch F, class W>
+void few_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t panel, Upcoming ahead) {
+  vec total[MR][kParts];
   for (int r = 0; r < MR; ++r)
-    for (int c = 0; c < kParts * NP; ++c) total[r][c] = splat_wide(0);
-  const int64_t panel_stride = panel_size<W>(a.k);
-  const W* w = (const W*)a.weight + panel * panel_stride;
+    for (int v = 0; v < kParts; ++v) total[r][v] = splat_wide(0);
+  const W* w = (const W*)a.weight + panel * panel_size<W>(a.k);
   for (int64_t i = 0; i < a.k; i += kDepth) {
-    vec acc[MR][kParts * NP];
-#pragma GCC unroll 6
+    const int64_t depth = least(kDepth, a.k - i);
+    vec acc[MR][kParts];
+#pragma GCC unroll 12
     for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
-      for (int c = 0; c < kParts * NP; ++c) acc[r][c] = splat_wide(0);
-    tile<MR, NP, true>(x + row * ldx + i, ldx, w + i * kPanel, panel_stride, least(kDepth, a.k - i), acc);
-#pragma GCC unroll 6
+#pragma GCC unroll 2
+      for (int v = 0; v < kParts; ++v) acc[r][v] = splat_wide(0);
+    tile<MR, F, false>(x + row * ldx + i, ldx, w + i * kPanel, nullptr, depth, ahead, acc);
+    ahead.at += depth * kPanel * (int64_t)sizeof(W) / 64 * ahead.step;
+#pragma GCC unroll 12
     for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
-      for (int c = 0; c < kParts * NP; ++c) total[r][c] = total[r][c] + acc[r][c];
+#pragma GCC unroll 2
+      for (int v = 0; v < kParts; ++v) total[r][v] = total[r][v] + acc[r][v];
   }
-  for (int p = 0; p < NP; ++p) {
-    const int64_t column = (panel + p) * kPanel;
-    f8 low = splat(0), high = splat(0);
-    if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
-    for (int r = 0; r < MR; ++r) {
-      const vec* parts = total[r] + kParts * p;
-      const f8 l = a.bias ? low_half(parts) + low : low_half(parts);
-      const f8 h = a.bias ? high_half(parts) + high : high_half(parts);
-      put(a, row + r, column, l, h);
+  const int64_t column = panel * kPanel;
+  f8 low = splat(0), high = splat(0);
+  if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
+  for (int r = 0; r < MR; ++r) {
+    const f8 l = a.bias ? low_half(total[r]) + low : low_half(total[r]);
+    const f8 h = a.bias ? high_half(total[r]) + high : high_half(total[r]);
+    put(a, row + r, column, l, h);
+  }
+}
+
+template <Fetch F, class W>
+void few_rows_of(int64_t height, const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t panel,
+                 Upcoming ahead) {
+  switch (height) {
+    case 1: return few_rows<1, F, W>(a, x, ldx, row, panel, ahead);
+    case 2: return few_rows<2, F, W>(a, x, ldx, row, panel, ahead);
+    case 3: return few_rows<3, F, W>(a, x, ldx, row, panel, ahead);
+    case 4: return few_rows<4, F, W>(a, x, ldx, row, panel, ahead);
+    case 5: return few_rows<5, F, W>(a, x, ldx, row, panel, ahead);
+    case 6: return few_rows<6, F, W>(a, x, ldx, row, panel, ahead);
+#if defined(OCTAVO_WIDE)
+    case 7: return few_rows<7, F, W>(a, x, ldx, row, panel, ahead);
+    case 8: return few_rows<8, F, W>(a, x, ldx, row, panel, ahead);
+    case 9: return few_rows<9, F, W>(a, x, ldx, row, panel, ahead);
+    case 10: return few_rows<10, F, W>(a, x, ldx, row, panel, ahead);
+    case 11: return few_rows<11, F, W>(a, x, ldx, row, panel, ahead);
+    default: return few_rows<12, F, W>(a, x, ldx, row, panel, ahead);
+#endif
+  }
+}
+
+// Up to kFewRows rows in equal tiles over a run of panels. One tile asks for the weights a little ahead of itself. With
+// several, all but the first find a part of the run in the second-level cache, and each asks for its share of the next
+// part, so that memory is read all the time.
+template <class W>
+void few_rows_run(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
+  const int64_t tiles = (a.m + kRowTile - 1) / kRowTile, bytes = panel_size<W>(a.k) * (int64_t)sizeof(W);
+  const char* weight = (const char*)a.weight;
+  for (; a.m <= 2 && begin < end; ++begin)
+    few_rows_of<Fetch::near, W>(a.m, a, x, ldx, 0, begin, {weight + begin * bytes + kAheadNear, 64});
+  for (; tiles == 1 && begin < end; ++begin)
+    few_rows_of<Fetch::far, W>(a.m, a, x, ldx, 0, begin, {weight + begin * bytes + kAheadFar, 64});
+  const int64_t part = bytes < kCached ? kCached / bytes : 1;
+  for (; begin < end; begin += part) {
+    const int64_t to = least(end, begin + part);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = a.m * t / tiles, height = a.m * (t + 1) / tiles - row;
+      for (int64_t p = begin; p < to; ++p) {
+        const int64_t asked = (t * (to - begin) + (p - begin)) * bytes / tiles;
+        few_rows_of<Fetch::far, W>(height, a, x, ldx, row, p, {weight + to * bytes + asked, 64 / tiles});
+      }
     }
   }
 }
 
-template <int MR, int NP, class W>
-void few_rows_range(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t begin, int64_t end) {
-  int64_t p = begin;
-  for (; p + NP <= end; p += NP) few_rows<MR, NP, W>(a, x, ldx, row, p);
-  for (; p < end; ++p) few_rows<MR, 1, W>(a, x, ldx, row, p);
-}
-
-// Registers: rows x panels x parts sums, where there are enough at least 8 (two FMA units, four cycles), at most 12.
-// One row of bfloat16 goes panel by panel: its sums then wait for each other, at 22 GB/s a thread still faster than
-// memory, which gives a single run of addresses a seventh more than several at once.
-template <class W>
-void few_rows_dispatch(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin,
-                       int64_t end) {
-  switch (rows) {
-    case 1: return few_rows_range<1, __is_same(W, bf16) ? 1 : 4, W>(a, x, ldx, row, begin, end);
-    case 2: return few_rows_range<2, kParts == 1 ? 4 : 2, W>(a, x, ldx, row, begin, end);
-    case 3: return few_rows_range<3, kParts == 1 ? 4 : __is_same(W, bf16) ? 1 : 2, W>(a, x, ldx, row, begin, end);
-    case 4: return few_rows_range<4, 2 / kParts, W>(a, x, ldx, row, begin, end);
-    case 5: return few_rows_range<5, 2 / kParts, W>(a, x, ldx, row, begin, end);
-    default: return few_rows_range<6, 2 / kParts, W>(a, x, ldx, row, begin, end);
-  }
-}
-
-// Up to kFewRows rows in equal tiles over a run of panels: the first tile brings the run from memory into the
-// second-level cache, the others find it there.
-template <class W>
-void few_rows_run(const LinearArgs& a, const float* x, int64_t ldx, int64_t begin, int64_t end) {
-  const int64_t tiles = (a.m + kTileRows<W> - 1) / kTileRows<W>;
-  for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t row = a.m * t / tiles;
-    few_rows_dispatch<W>(a, x, ldx, row, a.m * (t + 1) / tiles - row, begin, end);
-  }
-}
-
 // Many rows, one slice of k: c[MR][16] (+)= x w. `c` is dense scratch: a column of y would hit one cache set.
-template <int MR>
-void slice_tile(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, float* c) {
+// Weights that are not float32 are widened into `wide` on the way, for the tiles that follow.
+template <int MR, class W>
+void slice_tile(const float* x, int64_t ldx, const W* w, float* wide, int64_t depth, bool first, float* c) {
   vec acc[MR][kParts];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kParts; ++v) acc[r][v] = splat_wide(0);
-  tile<MR, 1, false>(x, ldx, w, 0, depth, acc);
+  tile<MR, Fetch::nothing, !__is_same(W, float)>(x, ldx, w, wide, depth, {}, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 2
@@ -165,60 +174,54 @@ void slice_tile(const float* x, int64_t ldx, const float* w, int64_t depth, bool
   }
 }
 
-void slice_rows(const float* x, int64_t ldx, const float* w, int64_t depth, bool first, int64_t rows, float* c) {
-  for (int64_t r = 0; r < rows;) {
-    const int64_t left = rows - r;
-    // One to two tiles of rows are cut in halves: a tile of one row or two would wait for its own sums.
-    const int64_t height = left <= kRowTile ? left : left < 2 * kRowTile ? (left + 1) / 2 : kRowTile;
-    switch (height) {
-      case 1: slice_tile<1>(x, ldx, w, depth, first, c); break;
-      case 2: slice_tile<2>(x, ldx, w, depth, first, c); break;
-      case 3: slice_tile<3>(x, ldx, w, depth, first, c); break;
-      case 4: slice_tile<4>(x, ldx, w, depth, first, c); break;
-      case 5: slice_tile<5>(x, ldx, w, depth, first, c); break;
-      case 6: slice_tile<6>(x, ldx, w, depth, first, c); break;
+template <class W>
+void slice_tile_of(int64_t height, const float* x, int64_t ldx, const W* w, float* wide, int64_t depth, bool first,
+                   float* c) {
+  switch (height) {
+    case 1: return slice_tile<1>(x, ldx, w, wide, depth, first, c);
+    case 2: return slice_tile<2>(x, ldx, w, wide, depth, first, c);
+    case 3: return slice_tile<3>(x, ldx, w, wide, depth, first, c);
+    case 4: return slice_tile<4>(x, ldx, w, wide, depth, first, c);
+    case 5: return slice_tile<5>(x, ldx, w, wide, depth, first, c);
+    case 6: return slice_tile<6>(x, ldx, w, wide, depth, first, c);
 #if defined(OCTAVO_WIDE)
-      case 7: slice_tile<7>(x, ldx, w, depth, first, c); break;
-      case 8: slice_tile<8>(x, ldx, w, depth, first, c); break;
-      case 9: slice_tile<9>(x, ldx, w, depth, first, c); break;
-      case 10: slice_tile<10>(x, ldx, w, depth, first, c); break;
-      case 11: slice_tile<11>(x, ldx, w, depth, first, c); break;
-      default: slice_tile<12>(x, ldx, w, depth, first, c);
+    case 7: return slice_tile<7>(x, ldx, w, wide, depth, first, c);
+    case 8: return slice_tile<8>(x, ldx, w, wide, depth, first, c);
+    case 9: return slice_tile<9>(x, ldx, w, wide, depth, first, c);
+    case 10: return slice_tile<10>(x, ldx, w, wide, depth, first, c);
+    case 11: return slice_tile<11>(x, ldx, w, wide, depth, first, c);
+    default: return slice_tile<12>(x, ldx, w, wide, depth, first, c);
 #endif
-    }
-    r += height, x += height * ldx, c += height * kPanel;
   }
 }
 
-OCTAVO_INLINE const float* widen_slice(const float* w, int64_t, float*) { return w; }
+// One slice of a panel for all rows of a block, in equal tiles (13 rows are not 6, 6 and 1: that one would wait for its
+// own sums), while the slice that comes next is on its way from memory.
 template <class W>
-OCTAVO_INLINE const float* widen_slice(const W* w, int64_t depth, float* to) {
-  for (int64_t i = 0; i < depth * kPanel; i += 8) store(to + i, load(w + i));
-  return to;
-}
-OCTAVO_INLINE const float* widen_slice(const bf16* w, int64_t depth, float* to) {
-  for (int64_t i = 0; i < depth; i += 2, w += 2 * kPanel) {
-    i8 low, high;
-    memcpy(&low, w, 32), memcpy(&high, w + 16, 32);
-    float* even = to + i * kPanel;
-    store(even, as_float(low << 16)), store(even + 8, as_float(high << 16));
-    if (i + 1 == depth) break;
-    store(even + kPanel, as_float(low & splat_int((int32_t)0xFFFF0000)));
-    store(even + kPanel + 8, as_float(high & splat_int((int32_t)0xFFFF0000)));
+void slice_rows(const float* x, int64_t ldx, const W* w, const W* next, float* wide, int64_t depth, bool first,
+                int64_t rows, float* c) {
+  const int64_t tiles = (rows + kRowTile - 1) / kRowTile, bytes = kDepth * kPanel * (int64_t)sizeof(W);
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = rows * t / tiles, height = rows * (t + 1) / tiles - row;
+    for (int64_t at = bytes * t / tiles & ~int64_t{63}; at < bytes * (t + 1) / tiles; at += 64)
+      __builtin_prefetch((const char*)next + at, 0, 2);
+    if (__is_same(W, float) || t == 0)
+      slice_tile_of(height, x + row * ldx, ldx, w, wide, depth, first, c + row * kPanel);
+    else
+      slice_tile_of(height, x + row * ldx, ldx, (const float*)wide, nullptr, depth, first, c + row * kPanel);
   }
-  return to;
 }
 
 template <class W>
 void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   alignas(64) float c[kRun * kRowBlock * kPanel];  // 48 KiB
-  alignas(64) float wide[kDepth * kPanel];                // 16 KiB
+  alignas(64) float wide[kDepth * kPanel];            // 16 KiB
   for (int64_t i = 0; i < a.k; i += kDepth) {
     const int64_t depth = least(kDepth, a.k - i);
     for (int64_t p = begin; p < end; ++p) {
       const W* w = (const W*)a.weight + p * panel_size<W>(a.k) + i * kPanel;
-      slice_rows(x + row * ldx + i, ldx, widen_slice(w, depth, wide), depth, i == 0, rows,
-                 c + (p - begin) * kRowBlock * kPanel);
+      const W* next = p + 1 < end ? w + panel_size<W>(a.k) : w - (p - begin) * panel_size<W>(a.k) + depth * kPanel;
+      slice_rows(x + row * ldx + i, ldx, w, next, wide, depth, i == 0, rows, c + (p - begin) * kRowBlock * kPanel);
     }
   }
   for (int64_t p = begin; p < end; ++p) {
@@ -237,43 +240,48 @@ template <class W>
 void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel;
   if (a.m <= octavo::kFewRows) {
-    const int64_t chunk = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
-    const int64_t chunks = (panels + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && chunks > 1)
-    for (int64_t i = 0; i < chunks; ++i)
-      few_rows_run<W>(a, x, ldx, i * chunk, least(panels, (i + 1) * chunk));
-    return;
+    const int64_t run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
+    return share_out((panels + run - 1) / run, a.threaded,
+                     [&](int64_t i) { few_rows_run<W>(a, x, ldx, i * run, least(panels, (i + 1) * run)); });
   }
-  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock, groups = (panels + kRun - 1) / kRun;
+  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
   // Equal row blocks, in whole register tiles: 97 rows are not 96 and 1.
   int64_t height = (a.m + blocks - 1) / blocks;
   height = least(kRowBlock, (height + kRowTile - 1) / kRowTile * kRowTile);
-#pragma omp parallel for schedule(dynamic, 1) if (a.threaded && blocks * groups > 1)
-  for (int64_t i = 0; i < blocks * groups; ++i) {
-    const int64_t begin = i / blocks * kRun, row = i % blocks * height;  // blocks of a group share its weights
+  // Runs of half the size where there are few: five of them would keep one of two threads waiting for a fifth.
+  const int64_t run = a.best || blocks * panels >= 16 * kRun ? kRun : kRun / 2, runs = (panels + run - 1) / run;
+  share_out(blocks * runs, a.threaded, [&](int64_t i) {
+    const int64_t begin = i / blocks * run, row = i % blocks * height;  // blocks of a run share its weights
     const int64_t rows = least(height, a.m - row);
-    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + kRun));
-  }
+    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + run));
+  });
 }
 
+// Where the rows of a register tile lie a multiple of a KiB apart, they fall on a few sets of the first-level cache and
+// push each other out.
+OCTAVO_INLINE bool crowded(const LinearArgs& a) { return a.m > 4 && a.ldx % 256 == 0; }
+
 template <class In>
-void widen_rows(const LinearArgs& a, float* to) {
+void copy_rows(const LinearArgs& a, float* to, int64_t stride) {
+#pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 32768)
   for (int64_t r = 0; r < a.m; ++r)
-    for (int64_t i = 0; i < a.k; ++i) to[r * a.k + i] = widen(((const In*)a.x)[r * a.ldx + i]);
+    for (int64_t i = 0; i < a.k; ++i) to[r * stride + i] = widen(((const In*)a.x)[r * a.ldx + i]);
 }
 
 bool linear(const LinearArgs& a) {
   const float* x = (const float*)a.x;
   int64_t ldx = a.ldx;
   float* copy = nullptr;
-  if (a.x_type != DType::f32) {
-    copy = (float*)malloc((size_t)(a.m * a.k) * sizeof(float));
+  if (a.x_type != DType::f32 || crowded(a)) {
+    ldx = ((a.k + 15) / 16 | 1) * 16;  // an odd number of cache lines
+    copy = (float*)malloc((size_t)(a.m * ldx) * sizeof(float));
     if (!copy) return false;
-    if (a.x_type == DType::bf16)
-      widen_rows<bf16>(a, copy);
-    else
-      widen_rows<f16>(a, copy);
-    x = copy, ldx = a.k;
+    switch (a.x_type) {
+      case DType::f32: copy_rows<float>(a, copy, ldx); break;
+      case DType::bf16: copy_rows<bf16>(a, copy, ldx); break;
+      case DType::f16: copy_rows<f16>(a, copy, ldx); break;
+    }
+    x = copy;
   }
   switch (a.weight_type) {
     case DType::f32: linear_typed<float>(a, x, ldx); break;

@@ -1,5 +1,8 @@
-// The heart of a product: a few rows of x times a few panels, held in registers. Sixteen outputs of a panel are one
-// vector of sixteen lanes (AVX-512) or two of eight. Included by each instruction set's file.
+// The heart of a product: a few rows of x times a panel, held in registers. Sixteen outputs of a panel are one vector
+// of sixteen lanes (AVX-512) or two of eight. Included by each instruction set's file.
+//
+// Panels go one by one: a row or two then wait for their own sums, at 22 GB/s a thread still faster than memory, which
+// gives a single run of addresses a seventh more than several side by side.
 //
 // Invariant: each output is one chain of fused multiply-adds in the order of the inputs, however wide the vectors are.
 #pragma once
@@ -17,7 +20,9 @@ typedef f8 vec;
 typedef i8 veci;
 #endif
 constexpr int kLanes = sizeof(vec) / 4, kParts = kPanel / kLanes;  // lanes of a vector, vectors of a panel
-constexpr int kAhead = 1024;  // bytes of prefetch: far enough to cover memory, near enough for the first-level cache
+// Bytes of prefetch: far enough to cover memory. A row or two stay in the first-level cache beside them; more are
+// multiplied for longer than a line there lasts.
+constexpr int kAhead = 1024, kAheadNear = 2048, kAheadFar = 4096;
 
 #if defined(OCTAVO_WIDE)
 union Halves {
@@ -67,73 +72,82 @@ OCTAVO_INLINE veci load_words(const bf16* p) {
 OCTAVO_INLINE vec even_of(veci words) { return (vec)(words << 16); }  // of a pair: the first input
 OCTAVO_INLINE vec odd_of(veci words) { return (vec)(words & (int32_t)0xFFFF0000); }
 
-// acc[r][.] over `depth` values of k for MR rows and NP panels (panel_stride apart), from pairs: the first input of a
-// pair is a shift away, the second a mask.
-template <int MR, int NP, bool Prefetch>
-OCTAVO_INLINE void tile_pairs(const float* x, int64_t ldx, const bf16* w, int64_t panel_stride, int64_t depth,
-                              vec (&acc)[MR][kParts * NP]) {
+// Memory to ask for during a product: `step` bytes on for every cache line of weights multiplied.
+struct Upcoming {
+  const char* at = nullptr;
+  int64_t step = 0;
+};
+enum class Fetch { nothing, near, far };  // towards the first-level cache, the second-level cache
+template <Fetch F>
+OCTAVO_INLINE void fetch_ahead(Upcoming& ahead) {
+  if (F == Fetch::nothing) return;
+  __builtin_prefetch(ahead.at, 0, F == Fetch::near ? 3 : 2);
+  ahead.at += ahead.step;
+}
+
+// The same pointer, of which the compiler knows no more: what is read through it is read again, from the first-level
+// cache, instead of being kept in a register that the sums need.
+template <class W>
+OCTAVO_INLINE const W* afresh(const W* w) {
+#if defined(__AVX2__)
+  __asm__("" : "+r"(w));
+#endif
+  return w;
+}
+
+// acc[r][.] += a column of MR rows of x times the weights `b`.
+template <int MR>
+OCTAVO_INLINE void add_products(const float* x, int64_t ldx, const vec (&b)[kParts], vec (&acc)[MR][kParts]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < MR; ++r) {
+    const vec a = splat_wide(x[r * ldx]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kParts; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
+  }
+}
+
+// Sixteen weights, which are left in `wide` as float32 where a tile is to do that.
+template <bool Widen>
+OCTAVO_INLINE void leave(const vec (&b)[kParts], float* wide) {
+#pragma GCC unroll 2
+  for (int v = 0; Widen && v < kParts; ++v) store_wide(wide + kLanes * v, b[v]);
+}
+
+// acc[r][.] over `depth` values of k for MR rows and a panel of pairs: the first input of a pair is a shift away, the
+// second a mask. Twelve sums, two weights, an input and the mask are sixteen registers.
+template <int MR, Fetch F, bool Widen>
+OCTAVO_INLINE void tile(const float* x, int64_t ldx, const bf16* w, float* wide, int64_t depth, Upcoming ahead,
+                        vec (&acc)[MR][kParts]) {
   for (int64_t i = 0; i < depth; i += 2) {
-    veci words[kParts * NP];
-#pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p) {
-      if (Prefetch) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
+    vec b[kParts];
+    fetch_ahead<F>(ahead);
 #pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) words[p * kParts + v] = load_words(w + p * panel_stride + 2 * kLanes * v);
-    }
-    w += 2 * kPanel;
-    vec b[kParts * NP];
-#pragma GCC unroll 8
-    for (int c = 0; c < kParts * NP; ++c) b[c] = even_of(words[c]);
-#pragma GCC unroll 12
-    for (int r = 0; r < MR; ++r) {
-      const vec a = splat_wide(x[r * ldx + i]);
-#pragma GCC unroll 8
-      for (int c = 0; c < kParts * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
+    for (int v = 0; v < kParts; ++v) b[v] = even_of(load_words(w + 2 * kLanes * v));
+    leave<Widen>(b, wide + i * kPanel);
+    add_products<MR>(x + i, ldx, b, acc);
     if (i + 1 == depth) return;
-#pragma GCC unroll 8
-    for (int c = 0; c < kParts * NP; ++c) b[c] = odd_of(words[c]);
-#pragma GCC unroll 12
-    for (int r = 0; r < MR; ++r) {
-      const vec a = splat_wide(x[r * ldx + i + 1]);
-#pragma GCC unroll 8
-      for (int c = 0; c < kParts * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
-  }
-}
-
-// The same from panels of single inputs.
-template <int MR, int NP, bool Prefetch, class W>
-OCTAVO_INLINE void tile_singles(const float* x, int64_t ldx, const W* w, int64_t panel_stride, int64_t depth,
-                                vec (&acc)[MR][kParts * NP]) {
-  constexpr int kStep = 64 / (kPanel * (int)sizeof(W));  // rows of a panel in a cache line
-  for (int64_t i = 0; i < depth; ++i) {
-    if (Prefetch && (kStep <= 1 || i % kStep == 0)) {
-#pragma GCC unroll 4
-      for (int p = 0; p < NP; ++p) __builtin_prefetch((const char*)(w + p * panel_stride) + kAhead, 0, 3);
-    }
-    vec b[kParts * NP];
-#pragma GCC unroll 4
-    for (int p = 0; p < NP; ++p)
+    w = afresh(w);
 #pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) b[p * kParts + v] = load_wide(w + p * panel_stride + kLanes * v);
-    w += kPanel;
-#pragma GCC unroll 12
-    for (int r = 0; r < MR; ++r) {
-      const vec a = splat_wide(x[r * ldx + i]);
-#pragma GCC unroll 8
-      for (int c = 0; c < kParts * NP; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
+    for (int v = 0; v < kParts; ++v) b[v] = odd_of(load_words(w + 2 * kLanes * v));
+    leave<Widen>(b, wide + (i + 1) * kPanel);
+    add_products<MR>(x + i + 1, ldx, b, acc);
+    w += 2 * kPanel;
   }
 }
 
-template <int MR, int NP, bool Prefetch, class W>
-OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, int64_t panel_stride, int64_t depth,
-                        vec (&acc)[MR][kParts * NP]) {
-  if constexpr (__is_same(W, bf16))
-    tile_pairs<MR, NP, Prefetch>(x, ldx, w, panel_stride, depth, acc);
-  else
-    tile_singles<MR, NP, Prefetch>(x, ldx, w, panel_stride, depth, acc);
+// The same from a panel of single inputs.
+template <int MR, Fetch F, bool Widen, class W>
+OCTAVO_INLINE void tile(const float* x, int64_t ldx, const W* w, float* wide, int64_t depth, Upcoming ahead,
+                        vec (&acc)[MR][kParts]) {
+  constexpr int kStep = 64 / (kPanel * (int)sizeof(W));  // inputs in a cache line
+  for (int64_t i = 0; i < depth; ++i, w += kPanel) {
+    if (kStep == 1 || i % kStep == 0) fetch_ahead<F>(ahead);
+    vec b[kParts];
+#pragma GCC unroll 2
+    for (int v = 0; v < kParts; ++v) b[v] = load_wide(w + kLanes * v);
+    leave<Widen>(b, wide + i * kPanel);
+    add_products<MR>(x + i, ldx, b, acc);
+  }
 }
 
 }  // namespace
