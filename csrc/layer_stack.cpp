@@ -5,16 +5,16 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace octavo {
 
-void LayerStack::add(const StackLayer& layer) {
-  for (const Product* p : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
-    weights_ += p->weight->inputs() * p->weight->outputs();
-  qkv_width_ = layer.qkv.weight->outputs();
-  query_width_ = layer.out.weight->inputs();
+void LayerStack::add(StackLayer layer) {
+  for (const Product* p : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) weights_ += p->inputs() * p->outputs();
+  qkv_width_ = layer.qkv.outputs();
+  query_width_ = layer.out.inputs();
   key_width_ = (qkv_width_ - query_width_) / 2;
-  layers_.push_back(layer);
+  layers_.push_back(std::move(layer));
 }
 
 void LayerStack::run(Attention& attention, const StackStep& step) {
@@ -113,7 +113,11 @@ void LayerStack::attend(size_t index, Attention& attention, int64_t tokens, cons
 }
 
 void LayerStack::multiply(const Product& product, const float* x, float* y, int64_t tokens) {
-  product.weight->multiply_floats(x, tokens, y, product.bias);
+  const int64_t width = product.outputs();
+  for (const Product::Part& part : product.parts) {
+    part.weight->multiply_floats(x, tokens, y, width, part.bias);
+    y += part.weight->outputs();
+  }
   count(Part::products);
 }
 

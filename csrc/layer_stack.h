@@ -19,9 +19,20 @@
 
 namespace octavo {
 
+// Weights of one input, whose outputs lie side by side: one, or several where a file keeps its parts in several formats.
 struct Product {
-  const PackedWeight* weight;
-  const float* bias;  // or null
+  struct Part {
+    const PackedWeight* weight;
+    const float* bias;  // or null
+  };
+  std::vector<Part> parts;
+
+  int64_t inputs() const { return parts.front().weight->inputs(); }
+  int64_t outputs() const {
+    int64_t sum = 0;
+    for (const Part& part : parts) sum += part.weight->outputs();
+    return sum;
+  }
 };
 
 // Norms are float32 weights, null where the layer has none. Without a norm before it, a product reads the residual.
@@ -57,7 +68,7 @@ class LayerStack {
  public:
   LayerStack(const StackShape& shape, const float* final_norm) : shape_(shape), final_norm_(final_norm) {}
 
-  void add(const StackLayer& layer);
+  void add(StackLayer layer);
   // `attention` is planned for this step. Throws what its calls throw, with the layer in front.
   void run(Attention& attention, const StackStep& step);
   double operations(int64_t tokens) const { return 2.0 * static_cast<double>(tokens * weights_); }

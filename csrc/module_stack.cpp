@@ -21,14 +21,21 @@ namespace {
 // Getting the interpreter lock back can cost milliseconds; a step that takes longer lets other Python threads run.
 constexpr double kLongStep = 3e8;  // arithmetic operations
 
+using Parts = std::vector<std::tuple<const PackedWeight*, uintptr_t>>;
+
+Product product_of(const Parts& parts) {
+  if (parts.empty()) throw std::invalid_argument("a product without weights");
+  Product product;
+  for (const auto& [weight, bias] : parts) product.parts.push_back({weight, at<const float>(bias)});
+  return product;
+}
+
 // norms: attention, MLP, after attention, after the MLP, query, key; 0 where there is none. products: qkv, out, gate_up,
-// down, and their biases.
-void add(LayerStack& stack, const std::array<uintptr_t, 6>& norms, const PackedWeight& qkv, const PackedWeight& out,
-         const PackedWeight& gate_up, const PackedWeight& down, const std::array<uintptr_t, 4>& biases, int table) {
+// down, each as its weights and their biases.
+void add(LayerStack& stack, const std::array<uintptr_t, 6>& norms, const std::array<Parts, 4>& products, int table) {
   const auto weight = [&](size_t i) { return at<const float>(norms[i]); };
-  const auto bias = [&](size_t i) { return at<const float>(biases[i]); };
-  stack.add({weight(0), weight(1), weight(2), weight(3), weight(4), weight(5),
-             {&qkv, bias(0)}, {&out, bias(1)}, {&gate_up, bias(2)}, {&down, bias(3)}, table});
+  stack.add({weight(0), weight(1), weight(2), weight(3), weight(4), weight(5), product_of(products[0]),
+             product_of(products[1]), product_of(products[2]), product_of(products[3]), table});
 }
 
 // tables: cos, sin, rows of each. False, and nothing done, where a position lies past the rows.

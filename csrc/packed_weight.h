@@ -103,9 +103,9 @@ class PackedWeight {
     }
   }
 
-  // x, y float32 [m, k], [m, n], contiguous. The caller may hold the interpreter lock or not.
-  void multiply_floats(const float* x, int64_t m, float* y, const float* bias) const {
-    compute({memory_.data, type_, bias, x, DType::f32, k_, y, DType::f32, n_, m, n_, k_, false, nullptr});
+  // x float32 [m, k], contiguous; y float32 [m, n], row stride ldy. The caller may hold the interpreter lock or not.
+  void multiply_floats(const float* x, int64_t m, float* y, int64_t ldy, const float* bias) const {
+    compute({memory_.data, type_, bias, x, DType::f32, k_, y, DType::f32, ldy, m, n_, k_, false, nullptr});
   }
 
   int64_t inputs() const { return k_; }

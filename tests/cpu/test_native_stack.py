@@ -6,6 +6,7 @@ The other path is the same decoder with a backend that a stack does not know: a 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from octavo.kernels import cpu
 from octavo.kernels.cpu import NativeOps
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.ops import TorchOps
+from octavo.kernels.quantized_weights import JoinedLinear, QuantizedWeight, quantize_rows
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
@@ -122,6 +124,36 @@ def test_every_instruction_set_quantised_weights_and_caches(isa: str, quantizati
         decoder = decoder_of(spec, torch.bfloat16, quantization)
         for kv_dtype in ("auto", "int8", "int4"):
             assert_same(decoder, spec, kv_dtype)
+
+
+class Mixed(Mapping[str, torch.Tensor]):
+    """Weights of which a file keeps one part in another format: v and up in int4, all others in int8."""
+
+    def __init__(self, inner: Mapping[str, torch.Tensor]) -> None:
+        self.inner = inner
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.inner[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        kind = "int4" if name.endswith((".v.weight", ".up.weight")) else "int8"
+        return quantize_rows(self.inner[name], kind) if name.startswith("layers.") else None
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama-bias"])
+def test_parts_in_different_formats(family: str) -> None:
+    spec = spec_of(family)
+    decoder = Decoder(spec, Mixed(open_dummy(spec, torch.bfloat16, seed=5)), NativeOps(torch.bfloat16), torch.bfloat16)
+    assert isinstance(decoder.linears()["layers.0.qkv"], JoinedLinear)
+    assert isinstance(decoder.linears()["layers.1.gate_up"], JoinedLinear)
+    with threads(2):
+        assert_same(decoder, spec)
 
 
 def test_gemma_270m_shapes() -> None:

@@ -313,15 +313,15 @@ class JoinedLinear:
     """Several products of one input side by side, for parts that cannot be one product."""
 
     def __init__(self, parts: Sequence[SizedLinear]) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=-1)
+        return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
 class Fp8Linear:

@@ -19,6 +19,7 @@ from octavo.kernels.cpu.loader import native
 from octavo.kernels.cpu.ops import ACTIVATIONS, NativeLinear
 from octavo.kernels.cpu.quantized import NativeQuantizedLinear
 from octavo.kernels.layer_stack import StackLayer, StackParts
+from octavo.kernels.quantized_weights import JoinedLinear
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
@@ -42,6 +43,20 @@ def layer_stack(parts: StackParts) -> NativeStack | str:
 
 
 def _not_native(linear: object) -> str:
+    for part in _parts_of(linear):
+        if reason := _not_packed(part):
+            return reason
+    return ""
+
+
+def _parts_of(linear: object) -> list[Any]:
+    """What lies side by side in a product: itself, or its parts in turn."""
+    if type(linear) is not JoinedLinear:
+        return [linear]
+    return [part for inner in linear.parts for part in _parts_of(inner)]
+
+
+def _not_packed(linear: object) -> str:
     if type(linear) is NativeQuantizedLinear:
         return "puts its inputs into an order of its own" if linear.reorders else ""
     return "" if type(linear) is NativeLinear else f"is a {type(linear).__name__}, not one packed weight"
@@ -68,12 +83,12 @@ class NativeStack:
     def _add(self, layer: StackLayer) -> None:
         parts, dim = self._parts, self._head_dim
         queries, keys, inner = parts.num_heads * dim, parts.num_kv_heads * dim, parts.intermediate_size
-        linears: list[Any] = [layer.qkv, layer.out, layer.gate_up, layer.down]
+        products = [_parts_of(linear) for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         hidden = parts.hidden_size
         shapes = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
-        for linear, (outputs, inputs) in zip(linears, shapes, strict=True):
-            if (linear.out_features, linear.in_features) != (outputs, inputs):
-                found = f"[{linear.out_features}, {linear.in_features}]"
+        for linears, (outputs, inputs) in zip(products, shapes, strict=True):
+            found = [sum(linear.out_features for linear in linears), *{linear.in_features for linear in linears}]
+            if found != [outputs, inputs]:
                 raise ConfigError(f"a weight {found} where the layers need [{outputs}, {inputs}]")
         heads = (queries, keys) if parts.whole_norms else (dim, dim)
         both = layer.q_norm is not None and layer.k_norm is not None
@@ -84,9 +99,9 @@ class NativeStack:
             ),
             *(self._norm(weight if both else None, n) for weight, n in zip((layer.q_norm, layer.k_norm), heads)),
         ]
-        self._kept += linears
-        packed, biases = zip(*(linear.native_parts for linear in linears), strict=True)
-        self._native.add(norms, *packed, list(biases), -1 if layer.rotary is None else layer.rotary)
+        self._kept += products
+        native_parts = [[linear.native_parts for linear in linears] for linears in products]
+        self._native.add(norms, native_parts, -1 if layer.rotary is None else layer.rotary)
 
     def _norm(self, weight: torch.Tensor | None, size: int) -> int:
         """The address of a norm's weight, 0 for none."""
