@@ -29,15 +29,15 @@ def bench(model: Path, *given: str) -> int:
 @pytest.mark.skipif(bool(cpu.why_unavailable()), reason="times the native kernels")
 def test_both_orders_and_every_size(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "blocks.json"
-    shape = ("--sequences", "1,2", "--contexts", "40,70", "--sizes", "8,16,64")
+    shape = ("--sequences", "1,2", "--contexts", "40,70", "--sizes", "8,16,24,64")
     assert bench(model, *shape, "--rounds", "1", "--steps", "2", "--seconds", "0.01", "--json", str(file)) == 0
     steps, sizes = json.loads(file.read_text())["tables"].values()
     assert [r["sequences"] for r in steps] == [1, 1, 2, 2]
     for row in steps:
         assert row["ratio"] == pytest.approx(row["scattered"] / row["in_order"])
-    assert [r["size"] for r in sizes] == [8, 16, 64]
+    assert [r["size"] for r in sizes] == [8, 16, 24, 64]
     assert all(r["attention"] > 0 and r["pool"] > 0 for r in sizes)
-    assert [r["table"] for r in sizes] == [500, 252, 64]  # 125, 63 and 16 entries of four bytes
+    assert [r["table"] for r in sizes] == [500, 252, 168, 64]  # 125, 63, 42 and 16 entries of four bytes
 
 
 def test_waste_is_half_a_block() -> None:

@@ -53,6 +53,11 @@ def test_quantised_weights_of_octavo_in_the_row_of_equal_sequences(model: str, t
     assert said["facts"]["quantization"] == "int8"
 
 
+def test_a_format_that_does_not_exist_is_refused_at_the_door(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", "--rows", "g", "--quantization", "int3"]) == 2
+    assert "int3" in capsys.readouterr().err
+
+
 def test_quantised_weights_reach_the_engine(model: str) -> None:
     peer = Peer("octavo", sys.executable, model, quantization="nonsense")
     with pytest.raises(PeerError, match="nonsense"):

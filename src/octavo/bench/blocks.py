@@ -157,17 +157,17 @@ def block_sizes(engine: Engine, args: argparse.Namespace, tick: Any) -> list[dic
 
     spec = engine.spec
     assert spec is not None
-    whole = max(args.contexts)
-    context = -(-whole // max(args.sizes)) * max(args.sizes)
+    context = max(args.contexts)
     shape = Shape(1, context, 1, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     dtype = pick_dtype(engine.config.dtype, "cpu")
     query = torch.randn(1, shape.heads, shape.head_dim)
 
     def attention(size: int) -> Any:
-        kv = torch.empty(context // size, 1, 2, shape.kv_heads, size, shape.head_dim, dtype=dtype)
+        blocks = -(-context // size)
+        kv = torch.empty(blocks, 1, 2, shape.kv_heads, size, shape.head_dim, dtype=dtype)
         advise_huge_pages(kv)
         kv.normal_()
-        return planned_backend(cpu, kv, shape, torch.randperm(context // size))
+        return planned_backend(cpu, kv, shape, torch.randperm(blocks))
 
     straight = attention(context)
     rows = []

@@ -19,6 +19,7 @@ from octavo.bench import peer_engines
 from octavo.bench.peer_engines import HOW_TO_GET, Peer, PeerError, Request, Running
 from octavo.bench.report import Column, Goal, Report, Table, add_report_options, bar, machine_facts, positive, publish
 from octavo.bench.workloads import mixed_lengths, random_ids
+from octavo.core.weight_format import check_weight_format
 from octavo.errors import ConfigError
 
 DESCRIPTION = """\
@@ -88,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--model", default="gemma-3-270m", metavar="NAME", help="what Octavo runs (gemma-3-270m)")
     parser.add_argument(
-        "--quantization", choices=["int8", "int4", "gguf"], help="Octavo's weights (none: as --dtype says)"
+        "--quantization", metavar="KIND", help="Octavo's weights: int8, int4, gguf … (none: as --dtype says)"
     )
     for name, text in OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="PATH", help=text)
@@ -107,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     wrong = set(args.rows) - set(ROWS)
     if wrong or not args.rows:
         raise ConfigError(f"--rows {args.rows!r}: letters out of {ROWS}")
+    check_weight_format(args.quantization, "cpu")
     given = {name: peer_engines.setting(getattr(args, name), f"OCTAVO_PEERS_{name.upper()}") for name in OPTIONS}
     peers = peer_engines.find_peers(model=args.model, quantization=args.quantization, **given)
     loads = Loads(_vocabulary(args.model), args.shrink)
@@ -118,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
             rows.append(measure(peer, args, loads, report.notes))
             tick(peer.kind)
     columns = [Column("engine", "engine"), *(Column(key, TITLES[key], _number) for key in _keys(args.rows))]
-    report.tables.append(Table(f"{args.dtype}, {args.threads} threads", columns, rows))
+    weights = f", Octavo's weights {args.quantization}" if args.quantization else ""
+    report.tables.append(Table(f"{args.dtype}{weights}, {args.threads} threads", columns, rows))
     report.goals += goals(rows) if args.shrink == 1 else []
     report.notes += [f"{kind} was not run; to have it: {how}" for kind, how in HOW_TO_GET.items() if kind not in peers]
     return publish(report, args)
