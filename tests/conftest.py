@@ -25,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in WITH_A_WORLD):
             item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=2))
+
+
+@pytest.fixture
+def free_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculation guesses as much as it may: costs measured on a busy machine could say that it does not pay."""
+    monkeypatch.setattr("octavo.speculation.measure_row_costs", lambda *runner, **limits: ())

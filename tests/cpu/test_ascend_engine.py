@@ -111,9 +111,8 @@ def test_what_is_pushed_out_comes_back(preemption: str, models: dict[str, Model]
     assert stats.preemptions > 0 and (stats.swaps > 0) == (preemption == "swap")
 
 
-def test_guesses_are_checked_in_one_call(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Measured costs could say, on a busy machine, that guessing does not pay.
-    monkeypatch.setattr("octavo.speculation.measure_row_costs", lambda *runner, **limits: ())
+@pytest.mark.usefixtures("free_guesses")
+def test_guesses_are_checked_in_one_call(models: dict[str, Model]) -> None:
     loop = [5, 9, 2, 7] * 40
     with engine(models["llama"], speculative="ngram:4") as llm:
         check(models["llama"], llm, [loop, PROMPTS[2]], 14)

@@ -160,10 +160,9 @@ def test_swapped_answers_equal_solo_ones(model: str) -> None:
     assert texts == solo
 
 
-def test_guessed_tokens_change_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("free_guesses")
+def test_guessed_tokens_change_nothing(model: str) -> None:
     """Speculation checks several tokens in one step; the grammar is told each of them in turn."""
-    # Measured costs could say, on a busy machine, that guessing does not pay.
-    monkeypatch.setattr("octavo.speculation.measure_row_costs", lambda *runner, **limits: ())
     loop = {"type": "array", "items": {"enum": ["again and again"]}, "minItems": 6, "maxItems": 6}
     params = [ask({"json": loop}, seed=1), ask({"regex": "(abcd){20}x"}, seed=2), ask({"json": loop}, temperature=0.0)]
     with LLM(model, dtype="float32", num_blocks=128, max_model_len=240) as plain:

@@ -30,6 +30,7 @@ from octavo.bench.report import (
     parse_counts,
     percent,
     positive,
+    positive_number,
     publish,
 )
 from octavo.bench.standing import decode_case, fill_kv
@@ -79,7 +80,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each arrangement (5)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="per turn (8)")
-    parser.add_argument("--seconds", type=float, default=0.3, metavar="S", help="spent on each block size (0.3)")
+    parser.add_argument(
+        "--seconds", type=positive_number, default=0.3, metavar="S", help="spent on each block size (0.3)"
+    )
     drive.add_options(parser)
 
 
