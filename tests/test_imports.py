@@ -68,6 +68,7 @@ ALLOWED = {
     ("config", "octavo.core.kv_format"): "what kv_cache_dtype may be, refused where it is given; plain numbers",
     ("config", "octavo.core.weight_format"): "what quantization may be, refused where it is given; plain numbers",
     ("models", "octavo.core.weight_format"): "what quantization may be and the bytes it makes; plain numbers",
+    ("models", "octavo.core.weight_recipe"): "which matrix gets which format; plain numbers",
     ("cli", "octavo.progress"): "the progress bar of loading",
     ("bench", "octavo.cli.options"): "its subcommands take the options of an engine as the others do",
     ("bench", "octavo.server.app"): "what watching the block map costs is measured on the real server",

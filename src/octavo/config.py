@@ -28,7 +28,8 @@ class EngineConfig:
     model: "gemma-3-270m" (the embedded default), a directory, a .gguf file, or a hub id. dtype: auto, float32,
     bfloat16, float16. kv_cache_dtype: "auto" (as dtype), "int8", "int4", "fp8" (GPU), or two of them for keys and
     values ("int8,int4"), see docs/quantization.md. quantization: of weights: None or "auto" (as the file is), "int8",
-    "int4", "int4:128", "gguf" (a GGUF file's own blocks), "fp8" (GPU). device: auto, cpu, cuda, npu (docs/hardware.md).
+    "int4" (what loses most in int8), "int4:128", "int4:pure", "gguf" (a GGUF file's own blocks), "fp8" (GPU).
+    device: auto, cpu, cuda, npu (docs/hardware.md).
     block_size: tokens of a block; None: 16, on an NPU what its attention reads (128). num_blocks: physical
     blocks of the pool; None derives it from cpu_kv_bytes (CPU) or gpu_memory_utilization (on a CPU: at most that share
     of the memory, what others use included). max_model_len: longest prompt plus output; None: what the

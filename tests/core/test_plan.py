@@ -246,11 +246,12 @@ def test_too_little_memory_names_what_would_be_enough() -> None:
     make_plan(replace(asked, weight_bytes=asked.quantized_bytes["int4"], memory=int((enough + 0.1) * GIB)))
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "int4", "int4:128"])
+@pytest.mark.parametrize("kind", [None, "int8", "int4:pure", "int4:128:pure"])
 def test_weight_bytes_by_hand(kind: str | None) -> None:
     shape = ModelShape("s", 3, 256, 512, 4, 2, 64, 1000, 512)
-    linear = {None: lambda r, c: 2 * r * c, "int8": lambda r, c: r * (c + 4), "int4": lambda r, c: r * c // 32 * 19,
-              "int4:128": lambda r, c: r * c // 128 * 67}[kind]  # fmt: skip
+    linear = {None: lambda r, c: 2 * r * c, "int8": lambda r, c: r * (c + 4),
+              "int4:pure": lambda r, c: r * c // 32 * 19,
+              "int4:128:pure": lambda r, c: r * c // 128 * 67}[kind]  # fmt: skip
     layer = 2 * linear(256, 256) + 2 * linear(128, 256) + 2 * linear(512, 256) + linear(256, 512)
     assert shape.weight_bytes("bfloat16", kind) == 3 * layer + 2 * linear(1000, 256)
     assert shape.weight_bytes("bfloat16", kind, step=True) == 3 * layer + linear(1000, 256)

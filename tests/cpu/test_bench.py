@@ -267,11 +267,14 @@ def test_a_load_that_fails_gives_no_figure(model: Path) -> None:
     engine.close()
 
 
-def test_watching_changes_no_answer(model: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_watching_changes_no_answer(model: Path, quantization: str | None) -> None:
     """The same tokens from a plain engine and from one that is watched from inside, and the runner is back after."""
     item = Item(workloads.random_ids(40, 3, 320), 12)
     answers = []
-    for engine in (drive.build(drive_settings(model)), instrument.build_profiled(drive_settings(model))[0]):
+    settings = {**drive_settings(model), "quantization": quantization}
+    stacks = []
+    for engine in (drive.build(settings), instrument.build_profiled(settings)[0]):
         inner, seen = engine.runner, []
         engine.add_request("x", list(item.token_ids), drive.greedy(item))
         while engine.has_unfinished():
@@ -279,7 +282,9 @@ def test_watching_changes_no_answer(model: Path) -> None:
         answers.append(list(seen[0]))
         drive.run_load(engine, [item])
         assert engine.runner is inner
+        stacks.append(engine.runner._decoder._layer_stack())  # type: ignore[attr-defined]
         engine.close()
+    assert isinstance(stacks[0], str) == isinstance(stacks[1], str)  # watched, it takes the same way
     assert answers[0] == answers[1] and len(answers[0]) == 12
 
 

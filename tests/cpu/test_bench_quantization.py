@@ -46,14 +46,15 @@ def test_weights(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = report(tmp_path, "--model", tiny, "--weights", "--tokens", "150")
     (table,) = found["tables"].values()
     rows = {r["format"]: r for r in table}
-    assert list(rows) == ["float32", "bfloat16", "int8", "int4", "int4:64", "int4:128"]
+    pure = ["int4:pure", "int4:64:pure", "int4:128:pure"]
+    assert list(rows) == ["float32", "bfloat16", "int8", "int4", "int4:128", *pure]
     assert rows["float32"]["bits"] == 32 and rows["float32"]["change"] == 0
     # Fewer bits, fewer bytes, logits further off.
-    for more, fewer in (("float32", "int8"), ("int8", "int4"), ("int4", "int4:128")):
+    for more, fewer in (("float32", "int8"), ("int8", "int4"), ("int4", "int4:pure"), ("int4:pure", pure[-1])):
         assert rows[more]["bytes"] > rows[fewer]["bytes"]
         assert rows[more]["mean_cosine"] > rows[fewer]["mean_cosine"]
     assert any("gguf left out: quantization='gguf' needs a GGUF file" in note for note in found["notes"])
-    assert "logit cosine" in capsys.readouterr().out
+    assert "cosine, mean" in capsys.readouterr().out
     assert main(["bench", "quantization", "--model", tiny, "--weights", "--only", "room"]) == 2
     assert "--weights is --only weights" in capsys.readouterr().err
 

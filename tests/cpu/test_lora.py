@@ -98,6 +98,18 @@ def test_mixed_in_one_batch_equal_to_peft_and_to_alone(family: str, impl: str, s
         assert answers(llm, [PROMPTS[2]] * 2, ["a", None]) != [mixed[2]] * 2  # the adapters do change the text
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_beside_quantised_weights(family: str, sets: Any) -> None:
+    """Queries, keys and values of a base in int4 are products of different formats; an adapter adds to all of them."""
+    found = sets(family)
+    names = [None, "a", "b", "a", None, "b"]
+    with found.model.engine(quantization="int4", lora=found.paths) as llm:
+        mixed = answers(llm, PROMPTS, names)
+        for index in (0, 1, 2):
+            assert answers(llm, [PROMPTS[index]], names[index]) == [mixed[index]]
+        assert len({tuple(a) for name in (None, "a", "b") for a in answers(llm, [PROMPTS[2]], name)}) == 3
+
+
 def test_logits_equal_to_peft(sets: Any) -> None:
     found = sets("llama")
     loaded = load_model(

@@ -17,7 +17,7 @@ from helpers.tiny_models import tiny_config
 from octavo.bench.instrument import StepProfile
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import build_layout
-from octavo.core.weight_format import WeightFormat
+from octavo.core.weight_format import parse_weight_format
 from octavo.errors import BoundsError
 from octavo.kernels import cpu
 from octavo.kernels.cpu import NativeOps
@@ -43,8 +43,7 @@ def spec_of(family: str, **settings: Any) -> ModelSpec:
 
 
 def decoder_of(spec: ModelSpec, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> Decoder:
-    packed = {"int8": WeightFormat("int8"), "int4": WeightFormat("int4", 32)}
-    ops = NativeOps(dtype, None if quantization is None else packed[quantization])
+    ops = NativeOps(dtype, parse_weight_format(quantization))
     return Decoder(spec, open_dummy(spec, dtype, seed=5), ops, dtype)
 
 
@@ -122,6 +121,7 @@ def test_every_instruction_set_quantised_weights_and_caches(isa: str, quantizati
     spec = spec_of("gemma3")
     with instructions(isa), threads(2):
         decoder = decoder_of(spec, torch.bfloat16, quantization)
+        assert isinstance(decoder.linears()["layers.0.qkv"], JoinedLinear) == (quantization == "int4")
         for kv_dtype in ("auto", "int8", "int4"):
             assert_same(decoder, spec, kv_dtype)
 

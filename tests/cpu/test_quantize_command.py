@@ -39,8 +39,8 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     return run_chunks(loaded.decoder, IDS, len(IDS))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
-@pytest.mark.parametrize("form", ["int8", "int4", "int4:64"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2", "olmo2"])
+@pytest.mark.parametrize("form", ["int8", "int4", "int4:64", "int4:64:pure"])
 def test_bit_equal_to_quantising_at_load(family: str, form: str, tmp_path: Path) -> None:
     """Tied and untied heads, biases, groups that do not divide the 112 inputs of `down`."""
     write_tiny(family, tmp_path / "model")
@@ -89,7 +89,11 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ends = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
     assert {f"model.layers.1.mlp.up_proj.{end}" for end in ends} <= set(table)
     config = json.loads((out / "config.json").read_text())
-    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    groups = config["quantization_config"]["config_groups"]
+    assert [g["weights"]["group_size"] for g in groups.values()] == [None, 32]
+    assert [g["weights"]["num_bits"] for g in groups.values()] == [8, 4]
+    assert "model.layers.0.self_attn.v_proj" in groups["group_0"]["targets"]
+    assert groups["group_1"]["targets"] == ["Linear", "Embedding"]
     assert config["vocab_size"] == 320 and config["quantization_config"]["ignore"] == []
     name = "model.layers.0.input_layernorm.weight"
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as old, safe_open(out / table[name], "pt") as new:
@@ -128,7 +132,7 @@ def test_zeros_are_fractions_unless_the_copy_is_for_other_engines(tmp_path: Path
         weight = source.get_tensor(f"{name}.weight")
     for keep, dtype, form in ((False, torch.float16, "torch.float16"), (True, torch.int32, None)):
         out = tmp_path / str(keep)
-        quantize_checkpoint(tmp_path / "model", out, parse("int4"), keep_embeddings=keep)
+        quantize_checkpoint(tmp_path / "model", out, parse("int4:pure"), keep_embeddings=keep)
         expected = quantize_rows(weight, "int4", whole_zeros=keep)
         with safe_open(out / "model.safetensors", "pt") as copy:
             assert copy.get_tensor(f"{name}.weight_zero_point").dtype == dtype
@@ -171,6 +175,16 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "config.json").write_text(json.dumps({**config, "model_type": "cohere", "architectures": ["C"]}))
     message = refused(model, out, "-q", "int8")  # type: ignore[arg-type]
     assert f"{model / 'config.json'}: model_type='cohere'" in message and "model_impl" not in message
+
+
+def test_one_tensor_for_weights_of_two_formats(tmp_path: Path) -> None:
+    """Phi-3 stores q, k and v as one; a module has one format in the file."""
+    write_tiny("phi3", tmp_path / "model")
+    with pytest.raises(ModelError, match=r"qkv_proj.weight holds several weights.*; use int4:64:pure \(all in 4\)"):
+        quantize_checkpoint(tmp_path / "model", tmp_path / "out", parse("int4:64"))
+    assert not (tmp_path / "out").exists()
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", parse("int4:64:pure"))
+    assert torch.equal(logits(load(tmp_path / "out")), logits(load(tmp_path / "model", "int4:64:pure")))
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -189,9 +189,12 @@ def test_what_does_not_fit_together_is_refused(change: dict[str, object], words:
 
 def test_formats_are_parsed_and_refused_with_the_reason() -> None:
     assert parse_weight_format(None) is None and parse_weight_format("auto") is None
-    assert parse_weight_format("int4") == WeightFormat("int4", 32)
-    assert str(parse_weight_format("int4:128")) == "int4:128" and str(parse_weight_format("int4:32")) == "int4"
-    for text in ("int2", "int4:48", "int8:32", "", "INT8", 8):
+    assert parse_weight_format("int4") == WeightFormat("int4", 32, mixed=True)
+    assert parse_weight_format("int4:64:pure") == WeightFormat("int4", 64)
+    for text in ("int8", "int4", "int4:128", "int4:pure", "int4:64:pure", "gguf", "fp8"):
+        assert str(parse_weight_format(text)) == text
+    assert str(parse_weight_format("int4:32")) == "int4" and str(parse_weight_format("int4:32:pure")) == "int4:pure"
+    for text in ("int2", "int4:48", "int8:32", "int8:pure", "int4:pure:32", "int4:", "int4:64:128", "", "INT8", 8):
         with pytest.raises(ConfigError, match="must be auto, int8"):
             parse_weight_format(text)  # type: ignore[arg-type]
     assert check_weight_format("fp8", "cuda") == WeightFormat("fp8")

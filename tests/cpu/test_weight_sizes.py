@@ -44,7 +44,7 @@ def held(path: Path, quantization: str | None) -> int:
 
 
 @pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4:64", "int4:128"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4:pure", "int4:128", "int4:64:pure"])
 def test_sizes_are_those_of_the_loaded_model(quantization: str | None, plain: Path) -> None:
     said = read_sizes(str(plain)).weight_bytes(4, parse_weight_format(quantization))
     assert said == pytest.approx(held(plain, quantization), rel=0.01)

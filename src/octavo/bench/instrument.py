@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from octavo.config import make_config
+from octavo.kernels.quantized_weights import JoinedLinear
 from octavo.progress import LoadProgress
 
 if TYPE_CHECKING:
@@ -169,7 +170,9 @@ class _TimedStack:
 
 
 def _bare(watched: Any) -> Any:
-    """What a timed object stands in front of; others as they are."""
+    """What a timed object stands in front of; others as they are. Of products side by side: of each."""
+    if isinstance(watched, JoinedLinear):
+        return JoinedLinear([_bare(part) for part in watched.parts])
     return watched._inner if isinstance(watched, (_TimedCalls, _TimedLinear)) else watched
 
 

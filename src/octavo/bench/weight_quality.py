@@ -38,8 +38,10 @@ FORMATS = (
     Weights("gguf", "gguf"),
     Weights("int8", "int8"),
     Weights("int4", "int4"),
-    Weights("int4:64", "int4:64"),
     Weights("int4:128", "int4:128"),
+    Weights("int4:pure", "int4:pure"),
+    Weights("int4:64:pure", "int4:64:pure"),
+    Weights("int4:128:pure", "int4:128:pure"),
 )
 COLUMNS = (
     Column("format", "weights"),

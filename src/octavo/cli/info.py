@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
         "--kv-cache-dtype", default="auto", metavar="KIND", help="auto (as --dtype), int8, int4, or two: int8,int4"
     )
     parser.add_argument(
-        "--quantization", metavar="KIND", help="bytes of the weights in one more format: int8, int4:128, gguf, …"
+        "--quantization",
+        metavar="KIND",
+        help="bytes of the weights in one more format: int8, int4:128, int4:pure, gguf, …",
     )
     parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=16, metavar="N")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"), default="auto")

@@ -74,7 +74,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantization",
         metavar="KIND",
-        help="of weights: auto (as the file is), int8, int4, int4:128, gguf, fp8 (GPU)",
+        help="of weights: auto (as the file is), int8, int4 (what loses most in int8), int4:128, int4:pure, gguf, "
+        "fp8 (GPU)",
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"))
     group.add_argument(

@@ -18,7 +18,7 @@ examples:
 
 The copy is in the compressed-tensors format (pack-quantized). Octavo loads it as it is, with the very numbers that
 --quantization makes at load. Other engines read it too if the embedding and the output head stay as they are:
---keep-embeddings.
+--keep-embeddings; those that fuse q, k and v want one format for the three: int8, int4:pure.
 """
 
 
@@ -34,7 +34,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a directory with config.json, or a hub id")
     parser.add_argument("out", metavar="OUT", help="the new directory; it must not exist yet")
     parser.add_argument(
-        "--quantization", "-q", required=True, metavar="KIND", help="int8, int4, or int4:GROUP (32, 64, 128, 256)"
+        "--quantization",
+        "-q",
+        required=True,
+        metavar="KIND",
+        help="int8, int4 (groups of 32; what loses most by 4 bits in 8), int4:GROUP (64, 128, 256), "
+        "int4:pure or int4:GROUP:pure (nothing in 8 bits)",
     )
     parser.add_argument(
         "--keep-embeddings", action="store_true", help="leave embedding and output head as they are (for other engines)"
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     form = parse_weight_format(args.quantization)
     if form is None:
-        raise ConfigError(f"--quantization {args.quantization}: say int8, int4, or int4:GROUP")
+        raise ConfigError(f"--quantization {args.quantization}: say int8, int4, int4:GROUP, or either with :pure")
     if args.shard_bytes == 0:
         raise ConfigError("--shard-bytes 0: must be at least 1")
     if Path(args.out).exists():

@@ -278,7 +278,7 @@ def _shape(args: argparse.Namespace) -> tuple[ModelShape, str | None]:
 
     form = parse_weight_format(args.quantization)
     if form is not None and form.kind not in ("int8", "int4"):
-        raise ConfigError(f"--quantization {args.quantization}: a simulation knows int8 and int4[:group]")
+        raise ConfigError(f"--quantization {args.quantization}: a simulation knows int8 and int4[:group][:pure]")
     if form is not None and (args.calibrate or args.cost_model):
         raise ConfigError("--quantization has no effect with a calibrated cost model; record a run that uses it")
     sizes = read_model_sizes(args.model, args.dtype)

@@ -1,9 +1,11 @@
 """Number formats of weights: what `quantization` means, and how many bytes it makes of a matrix.
 
-    int8       one scale per output (float32):                           value = scale * code, code -127..127
-    int4[:G]   groups of G inputs (32), float16 scale, a byte of zero:   value = scale * (code - zero / 16), code 0..15
-    gguf       the blocks of a GGUF file as they are: their own integers and scales, only in another order
-    fp8        one scale per output, e4m3 numbers (GPU)
+    int8             one scale per output (float32):                      value = scale * code, code -127..127
+    int4[:G]:pure    groups of G inputs (32), float16 scale, a byte of zero:
+                                                                          value = scale * (code - zero / 16), code 0..15
+    int4[:G]         the same, but the matrices that lose most by it in int8 (core/weight_recipe.py)
+    gguf             the blocks of a GGUF file as they are: their own integers and scales, only in another order
+    fp8              one scale per output, e4m3 numbers (GPU)
 
 Matrices of products and the embedding (also as output head) are quantised; norms and biases stay as they are.
 This module knows no tensors; what the numbers mean in torch is `kernels/quantized_weights.py`.
@@ -16,21 +18,27 @@ from dataclasses import dataclass
 from octavo.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128, 256)
-FORMATS = ("auto", "int8", "int4", "int4:64", "int4:128", "gguf", "fp8")
+PURE = "pure"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """kind: int8, int4, gguf or fp8. group_size: inputs per scale; None where a scale serves a whole output."""
+    """kind: int8, int4, gguf or fp8. group_size: inputs per scale; None where a scale serves a whole output.
+
+    mixed: of a model, some matrices are to be int8 (`core/weight_recipe.py`). Of one matrix it says nothing.
+    """
 
     kind: str
     group_size: int | None = None
+    mixed: bool = False
 
     def __str__(self) -> str:
-        return self.kind if self.group_size in (None, 32) else f"{self.kind}:{self.group_size}"
+        group = [] if self.group_size in (None, 32) else [str(self.group_size)]
+        pure = [PURE] if self.kind == "int4" and not self.mixed else []
+        return ":".join((self.kind, *group, *pure))
 
     def matrix_bytes(self, rows: int, columns: int) -> int | None:
-        """Bytes of a weight [rows, columns]; None where that is the file's business."""
+        """Bytes of one weight [rows, columns] in this format; None where that is the file's business."""
         if self.kind == "gguf":
             return None
         if self.group_size is None:
@@ -43,14 +51,17 @@ def parse_weight_format(text: str | None) -> WeightFormat | None:
     """`EngineConfig.quantization` -> format; None for None and "auto": as the file is. Raises ConfigError."""
     if text is None or text == "auto":
         return None
-    name, _, group = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if name == "int4" and (not group or (group.isdecimal() and int(group) in GROUP_SIZES)):
-        return WeightFormat("int4", int(group or 32))
-    if name in ("int8", "gguf", "fp8") and ":" not in text:
+    name, *rest = text.split(":") if isinstance(text, str) else [""]
+    if name == "int4":
+        mixed = rest[-1:] != [PURE]
+        group = rest if mixed else rest[:-1]
+        if not group or (len(group) == 1 and group[0].isdecimal() and int(group[0]) in GROUP_SIZES):
+            return WeightFormat("int4", int(group[0]) if group else 32, mixed)
+    if name in ("int8", "gguf", "fp8") and not rest:
         return WeightFormat(name)
     raise ConfigError(
         f"quantization={text!r}: must be auto, int8, int4, int4:G with G one of {', '.join(map(str, GROUP_SIZES))}, "
-        "gguf, or fp8"
+        "int4:pure or int4:G:pure (no matrix in 8 bits), gguf, or fp8"
     )
 
 

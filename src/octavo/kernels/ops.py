@@ -45,8 +45,13 @@ class Ops(Protocol):
 
     name: str
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
-        """weight [out, in] (may be repacked or quantised; the caller drops its own reference), bias [out]."""
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, form: WeightFormat | None = None
+    ) -> SizedLinear:
+        """weight [out, in] (may be repacked or quantised; the caller drops its own reference), bias [out].
+
+        form: what it is quantised to; None: as these operations do it for every weight, if they do.
+        """
         ...
 
     def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
@@ -134,12 +139,15 @@ class TorchOps:
             )
         self.quantization = quantization
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
-        if self.quantization is None:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, form: WeightFormat | None = None
+    ) -> SizedLinear:
+        form = form or self.quantization
+        if form is None:
             return DenseLinear(weight, bias)
-        if self.quantization.kind == "fp8":
+        if form.kind == "fp8":
             return Fp8Linear(weight, bias)
-        return reference_linear([quantize_rows(weight, self.quantization.kind, self.quantization.group_size)], bias)
+        return reference_linear([quantize_rows(weight, form.kind, form.group_size)], bias)
 
     def quantized_linear(self, parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
         return reference_linear(parts, bias)

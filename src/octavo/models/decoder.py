@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from octavo.kernels.ops import Linear, Ops, SizedLinear, StoredRows
-from octavo.kernels.quantized_weights import JoinedLinear
+from octavo.kernels.ops import Linear, Ops, SizedLinear
 from octavo.models.layer import (
     MLP,
     GatedMLP,
@@ -32,10 +31,11 @@ from octavo.models.layer import (
     RMSNorm,
 )
 from octavo.models.moe import ExpertList, Experts, MixtureOfExperts, StackedExperts
-from octavo.models.names import is_float32, num_parameters, weight_shapes
+from octavo.models.names import num_parameters
 from octavo.models.rotary import RotaryTable
 from octavo.models.spec import ModelSpec
 from octavo.models.stack import make_stack
+from octavo.models.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBackend
@@ -66,29 +66,29 @@ class Decoder:
         self.dtype = dtype
         self.device = torch.device(device)
         self.activation_dtype: torch.dtype = getattr(ops, "activation_dtype", None) or dtype
-        self.weight_bytes = 0
         self._ops = ops
         self._stack: LayerStack | str | None = None  # or why there is none; None: not asked yet
         self.queue: Any = ops.load_queue() if hasattr(ops, "load_queue") else None
+        source = WeightSource(weights, ops, spec, dtype, self.device, self.queue)
         with torch.inference_mode():
             # The head gives its rows back: no other copy is made.
-            packed = getattr(weights, "is_quantized", lambda name: False)("embedding.weight")
-            quantizes = packed or getattr(ops, "quantization", None) is not None
+            quantizes = source.quantizes("embedding.weight")
             shared = spec.tied_head and (self.queue is not None or quantizes)
-            embedding = None if shared or quantizes else self._take(weights, "embedding.weight")
-            self._layers = [self._build_layer(weights, index) for index in range(spec.num_layers)]
-            self._final_norm = self._norm(weights, "final_norm")
+            embedding = None if shared or quantizes else source.take("embedding.weight")
+            self._layers = [self._build_layer(source, index) for index in range(spec.num_layers)]
+            self._final_norm = self._norm(source, "final_norm")
             if embedding is not None and spec.tied_head:
                 self._head = ops.linear(embedding)
             else:
-                self._head = self._fuse(weights, "", ("embedding" if spec.tied_head else "head",), False)
+                self._head = source.fuse("", ("embedding" if spec.tied_head else "head",), False)
             apart = quantizes and not spec.tied_head
-            table = self._fuse(weights, "", ("embedding",), False) if apart else embedding
+            table = source.fuse("", ("embedding",), False) if apart else embedding
             self._embed = self._lookup(table)
-            self._places = self._take(weights, "positions.weight") if spec.learned_positions else None
+            self._places = source.take("positions.weight") if spec.learned_positions else None
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
+        self.weight_bytes = source.num_bytes
         if not defer:
             self.finish_loading()
 
@@ -99,53 +99,6 @@ class Decoder:
             self.queue.check()
             self.queue = None
 
-    def _take(self, weights: Mapping[str, torch.Tensor], name: str, count: bool = True) -> torch.Tensor:
-        """One weight in its final dtype and place, counted unless it goes on into something that is."""
-        tensor = weights[name].to(device=self.device, dtype=torch.float32 if is_float32(name) else self.dtype)
-        if count:
-            self.weight_bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-    def _fuse(
-        self, weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...], bias: bool
-    ) -> SizedLinear:
-        """One product for several weights that read the same input. Its bytes are counted as they will be kept."""
-        offsets = [self._take(weights, f"{prefix}{name}.bias") for name in names] if bias else []
-        offset = (offsets[0] if len(offsets) == 1 else torch.cat(offsets)) if bias else None
-        linear = self._product(weights, [f"{prefix}{name}.weight" for name in names], offset)
-        self.weight_bytes += linear.nbytes
-        return linear
-
-    def _product(
-        self, weights: Mapping[str, torch.Tensor], names: list[str], offset: torch.Tensor | None
-    ) -> SizedLinear:
-        """As the weights are given: quantised already, as rows of a file, or as tensors."""
-        find = getattr(weights, "quantized", None)
-        given = [None if find is None else find(name) for name in names]
-        quantized = [part.to(self.device) for part in given if part is not None]
-        if quantized and len(quantized) == len(names):
-            return self._ops.quantized_linear(quantized, offset)
-        if quantized:  # some of them only
-            shapes = weight_shapes(self.spec)
-            sizes = [shapes[name][0] for name in names]
-            parts = [None] * len(names) if offset is None else list(offset.split(sizes))
-            products = [self._product(weights, [name], part) for name, part in zip(names, parts, strict=True)]
-            return JoinedLinear(products)
-        if self.queue is None:
-            tensors = [self._take(weights, name, count=False) for name in names]
-            return self._ops.linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), offset)
-        rows = [self._rows(weights, name) for name in names]
-        linear: SizedLinear = self._ops.queued_linear(self.queue, rows, offset)  # type: ignore[attr-defined]
-        return linear
-
-    def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> StoredRows | torch.Tensor:
-        """One matrix as it is stored, if the operations can unpack that, else as a tensor in its final dtype."""
-        find = getattr(weights, "stored", None)
-        stored: StoredRows | None = None if find is None else find(name)
-        if stored is None or not self._ops.can_load(stored.kind, stored.columns):  # type: ignore[attr-defined]
-            return self._take(weights, name, count=False)
-        return stored
-
     def _lookup(self, embedding: torch.Tensor | SizedLinear | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """token ids int64 [T] -> rows [T, D]. A tied head that can give its own rows back is the only copy kept."""
         source = self._head if self.spec.tied_head else embedding
@@ -155,38 +108,38 @@ class Decoder:
         assert isinstance(embedding, torch.Tensor)
         return lambda token_ids: F.embedding(token_ids, embedding).to(self.activation_dtype)
 
-    def _norm(self, weights: Mapping[str, torch.Tensor], name: str) -> Norm:
+    def _norm(self, source: WeightSource, name: str) -> Norm:
         spec = self.spec
-        weight = self._take(weights, f"{name}.weight")
+        weight = source.take(f"{name}.weight")
         if spec.norm == "rms":
             return RMSNorm(self._ops, weight, spec.rms_norm_eps)
-        bias = self._take(weights, f"{name}.bias") if spec.norm_bias else None
+        bias = source.take(f"{name}.bias") if spec.norm_bias else None
         return LayerNorm(self._ops, weight, bias, spec.rms_norm_eps)
 
-    def _build_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> Layer:
+    def _build_layer(self, source: WeightSource, index: int) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
 
         def norm(name: str, present: bool) -> Norm | None:
-            return self._norm(weights, f"{prefix}{name}") if present else None
+            return self._norm(source, f"{prefix}{name}") if present else None
 
-        q_norm, k_norm, head_norms = self._head_norms(weights, prefix)
+        q_norm, k_norm, head_norms = self._head_norms(source, prefix)
         return Layer(
             attention_norm=norm("attention_norm", spec.input_norms) or NoNorm(),
-            qkv=self._fuse(weights, prefix, ("q", "k", "v"), spec.qkv_bias),
+            qkv=source.fuse(prefix, ("q", "k", "v"), spec.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             head_norms=head_norms,
             rotary=spec.rotary[index],
-            out=self._fuse(weights, prefix, ("out",), spec.out_bias),
+            out=source.fuse(prefix, ("out",), spec.out_bias),
             post_attention_norm=norm("post_attention_norm", spec.sandwich_norms),
             mlp_norm=None if spec.parallel == "one_norm" else norm("mlp_norm", spec.input_norms) or NoNorm(),
-            mlp=self._build_mlp(weights, index),
+            mlp=self._build_mlp(source, index),
             post_mlp_norm=norm("post_mlp_norm", spec.sandwich_norms),
             parallel=spec.parallel != "no",
         )
 
     def _head_norms(
-        self, weights: Mapping[str, torch.Tensor], prefix: str
+        self, source: WeightSource, prefix: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, ProjectionNorms | HeadNorms | None]:
         """Norms of q and k: the weights for `ops.rotary`, or an operation of their own before it."""
         spec = self.spec
@@ -194,56 +147,55 @@ class Decoder:
             return None, None, None
         if spec.qk_norm_kind == "each_head":
             q, k = (
-                torch.stack([self._take(weights, f"{prefix}heads.{head}.{name}.weight") for head in range(heads)])
+                torch.stack([source.take(f"{prefix}heads.{head}.{name}.weight") for head in range(heads)])
                 for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
             )
             return None, None, HeadNorms(self._ops, q, k, spec.rms_norm_eps)
-        q, k = (self._take(weights, f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
+        q, k = (source.take(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm"))
         if spec.qk_norm_kind == "projection":
             return None, None, ProjectionNorms(self._ops, q, k, spec.rms_norm_eps)
         return q, k, None
 
-    def _build_mlp(self, weights: Mapping[str, torch.Tensor], index: int) -> MLP | MixtureOfExperts:
+    def _build_mlp(self, source: WeightSource, index: int) -> MLP | MixtureOfExperts:
         prefix, experts = f"layers.{index}.", self.spec.experts
         if experts is None or index not in experts.layers:
-            return self._mlp(weights, prefix)
+            return self._mlp(source, prefix)
 
         def router(name: str) -> Linear:
-            return self._ops.dense_linear(self._take(weights, f"{prefix}{name}.weight"))
+            return self._ops.dense_linear(source.take(f"{prefix}{name}.weight"))
 
         shared = experts.shared_intermediate_size > 0
         return MixtureOfExperts(
             router("router"),
-            self._build_experts(weights, prefix),
+            self._build_experts(source, prefix),
             experts.count,
             experts.per_token,
             experts.normalized,
-            self._mlp(weights, f"{prefix}shared.") if shared else None,
+            self._mlp(source, f"{prefix}shared.") if shared else None,
             router("shared_router") if shared else None,
         )
 
-    def _mlp(self, weights: Mapping[str, torch.Tensor], prefix: str) -> MLP:
+    def _mlp(self, source: WeightSource, prefix: str) -> MLP:
         spec, ops = self.spec, self._ops
-        down = self._fuse(weights, prefix, ("down",), spec.mlp_bias)
+        down = source.fuse(prefix, ("down",), spec.mlp_bias)
         if spec.gated_mlp:
-            return GatedMLP(ops, self._fuse(weights, prefix, ("gate", "up"), spec.mlp_bias), down, spec.activation)
-        return PlainMLP(ops, self._fuse(weights, prefix, ("up",), spec.mlp_bias), down, spec.activation)
+            return GatedMLP(ops, source.fuse(prefix, ("gate", "up"), spec.mlp_bias), down, spec.activation)
+        return PlainMLP(ops, source.fuse(prefix, ("up",), spec.mlp_bias), down, spec.activation)
 
-    def _build_experts(self, weights: Mapping[str, torch.Tensor], prefix: str) -> Experts:
+    def _build_experts(self, source: WeightSource, prefix: str) -> Experts:
         """A product for each expert; on a GPU one grouped product, if weights and library allow it."""
         spec, experts = self.spec, self.spec.experts
         assert experts is not None
         inner, names = experts.intermediate_size, [f"{prefix}experts.{e}." for e in range(experts.count)]
-        find = getattr(weights, "quantized", None)
-        packed = getattr(self._ops, "quantization", None) or (find is not None and find(f"{names[0]}up.weight"))
+        packed = source.quantizes(f"{names[0]}up.weight")
         fits = StackedExperts.fits(self.dtype, spec.hidden_size, inner) and spec.gated_mlp and not spec.mlp_bias
         if not StackedExperts.helps(self.device) or packed or not fits:
-            return ExpertList([self._mlp(weights, name) for name in names])
+            return ExpertList([self._mlp(source, name) for name in names])
         gate_up = torch.empty(experts.count, 2 * inner, spec.hidden_size, dtype=self.dtype, device=self.device)
         down = torch.empty(experts.count, spec.hidden_size, inner, dtype=self.dtype, device=self.device)
         for e, name in enumerate(names):
             for part, target in (("gate", gate_up[e, :inner]), ("up", gate_up[e, inner:]), ("down", down[e])):
-                target.copy_(self._take(weights, f"{name}{part}.weight"))
+                target.copy_(source.take(f"{name}{part}.weight"))
         return StackedExperts(self._ops, gate_up, down, spec.activation)
 
     @property

@@ -111,6 +111,12 @@ def is_float32(name: str) -> bool:
     return is_norm(name) or name.endswith("router.weight")
 
 
+def matrices(spec: ModelSpec) -> dict[str, Shape]:
+    """What `quantization=` applies to: all matrices but routers and learned positions, which are only looked up."""
+    shapes = weight_shapes(spec)
+    return {n: s for n, s in shapes.items() if len(s) == 2 and not is_float32(n) and n != "positions.weight"}
+
+
 def weight_bytes(spec: ModelSpec, bytes_per_value: int) -> int:
     """Bytes of all weights with `bytes_per_value` each, float32 for norms and routers. A tied head counts once."""
     return sum(

@@ -1,7 +1,7 @@
 """Bytes that a model's weights will take in memory, from headers alone: as a plan needs them before anything is loaded.
 
-Matrices take what their format makes of them (`core/weight_format.py`), those of a quantised checkpoint what they take
-in its file; norms, biases and routers stay floats. No weights are read.
+Matrices take what their format makes of them (`core/weight_format.py`; which has which: `core/weight_recipe.py`), those
+of a quantised checkpoint what they take in its file; norms, biases and routers stay floats. No weights are read.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from math import prod
 
 from octavo.core.weight_format import WeightFormat
+from octavo.core.weight_recipe import formats_of
 from octavo.errors import ConfigError, ModelError
-from octavo.models.names import is_float32, weight_shapes
+from octavo.models.names import is_float32, matrices, weight_shapes
 from octavo.models.spec import ModelSpec
 
-UNQUANTIZED = ("positions.weight",)  # learned positions are looked up, never multiplied
+
+def matrix_formats(spec: ModelSpec, form: WeightFormat | None) -> dict[str, WeightFormat]:
+    """What `quantization=` makes of each matrix of a model that is stored as floats; nothing without one."""
+    return {} if form is None else formats_of(form, matrices(spec), spec.num_layers)
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,18 @@ class StoredSizes:
             if not self.gguf:
                 raise ConfigError("quantization='gguf' needs a GGUF file; use int8 or int4")
             return self._sum(itemsize, None, self.packed)
-        matrices = [name for name, shape in weight_shapes(self.spec).items() if len(shape) == 2]
-        if form is not None and self.kind is not None and all(name in self.packed for name in matrices):
+        wide = [name for name, shape in weight_shapes(self.spec).items() if len(shape) == 2]
+        if form is not None and self.kind is not None and all(name in self.packed for name in wide):
             raise ModelError(idle_quantization(self.where, self.kind, form))
         return self._sum(itemsize, form, {} if self.gguf else self.packed)
 
     def _sum(self, itemsize: int, form: WeightFormat | None, packed: Mapping[str, int]) -> int:
-        total = 0
+        total, formats = 0, matrix_formats(self.spec, form)
         for name, shape in weight_shapes(self.spec).items():
             if name in packed:
                 total += packed[name]
                 continue
-            matrix = len(shape) == 2 and not is_float32(name) and name not in UNQUANTIZED
-            size = form.matrix_bytes(*shape) if matrix and form is not None else None
+            size = formats[name].matrix_bytes(shape[0], shape[1]) if name in formats else None
             total += prod(shape) * (4 if is_float32(name) else itemsize) if size is None else size
         return total
 

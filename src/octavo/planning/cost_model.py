@@ -111,7 +111,7 @@ def roofline(
 
     Bytes: all weights once, every key and value that is read. FLOPs: 2 per weight and token, 4 per query head, head
     dimension and (query, key) pair. block_bytes: bytes of a block, for copies and swaps. quantization: of the weights
-    (int8, int4[:group]), which are then fewer bytes; products are still counted in `dtype`.
+    (int8, int4[:group][:pure]), which are then fewer bytes; products are still counted in `dtype`.
     """
     bandwidth = device.bandwidth * device.bandwidth_share
     flops = device.flops[dtype] * device.flops_share

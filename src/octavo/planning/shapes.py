@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.weight_format import parse_weight_format
+from octavo.core.weight_recipe import formats_of
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,22 +89,30 @@ class ModelShape:
     def weight_bytes(self, dtype: str, quantization: str | None = None, *, step: bool = False) -> int:
         """Bytes of the weights in memory. step: of those that a step reads (a tied head once, an embedding not).
 
-        quantization: int8 or int4[:group], as `EngineConfig.quantization`.
+        quantization: int8 or int4[:group][:pure], as `EngineConfig.quantization`.
         """
         form, size = parse_weight_format(quantization), dtype_bytes(dtype)
-        hidden, inner, query = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
-        kv = self.num_kv_heads * self.head_dim
-        matrices = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
-        matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
-        heads = 1 if self.tied_head or step else 2
-
-        def bytes_of(rows: int, columns: int) -> int:
-            found = rows * columns * size if form is None else form.matrix_bytes(rows, columns)
+        shapes = self._matrices()
+        formats = {} if form is None else formats_of(form, shapes, self.num_layers)
+        total = 0
+        for name, (rows, columns) in shapes.items():
+            if step and name == "embedding.weight" and not self.tied_head:
+                continue
+            found = formats[name].matrix_bytes(rows, columns) if formats else rows * columns * size
             if found is None:
                 raise ConfigError(f"quantization={quantization!r} needs a GGUF file; {self.name} is a name only")
-            return found
+            total += found
+        return total
 
-        return self.num_layers * sum(bytes_of(*m) for m in matrices) + heads * bytes_of(self.vocab_size, hidden)
+    def _matrices(self) -> dict[str, tuple[int, int]]:
+        """The weights by the names of `models/names.py`."""
+        hidden, inner, query = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        layer = {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden), "out": (hidden, query)}
+        layer |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        shapes = {f"layers.{i}.{name}.weight": shape for i in range(self.num_layers) for name, shape in layer.items()}
+        ends = ("embedding",) if self.tied_head else ("embedding", "head")
+        return shapes | {f"{name}.weight": (self.vocab_size, hidden) for name in ends}
 
     def kv_bytes_per_token_layer(self, dtype: str) -> int:
         """Bytes of the key and the value of one token in one layer. dtype: of a model, or a `kv_cache_dtype`."""

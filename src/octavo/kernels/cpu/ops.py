@@ -192,12 +192,14 @@ class NativeOps:
         self.activation_dtype = torch.float32
         self._native = native()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SizedLinear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, form: WeightFormat | None = None
+    ) -> SizedLinear:
         """weight [out, in] is copied into panels; the caller may drop it. bias [out] is kept in float32."""
-        if self.quantization is None:
+        if form is None and self.quantization is None:
             return NativeLinear(weight, bias)
         queue = LoadQueue()
-        linear = self.queued_linear(queue, [weight], bias)
+        linear = self.queued_linear(queue, [weight], bias, form)
         queue.run(True)
         queue.check()
         return linear
@@ -217,13 +219,18 @@ class NativeOps:
         return bool(self._native.can_load(kind, columns))
 
     def queued_linear(
-        self, queue: LoadQueue, parts: Sequence[StoredRows | torch.Tensor], bias: torch.Tensor | None = None
+        self,
+        queue: LoadQueue,
+        parts: Sequence[StoredRows | torch.Tensor],
+        bias: torch.Tensor | None = None,
+        form: WeightFormat | None = None,
     ) -> SizedLinear:
         """As `linear` of the parts one below the other; filled by `queue.run`, straight from the file."""
-        if self.quantization is not None:
+        form = form or self.quantization
+        if form is not None:
             from octavo.kernels.cpu.quantized import queued_linear
 
-            return queued_linear(queue, parts, self.quantization, self.weight_dtype, bias)
+            return queued_linear(queue, parts, form, self.weight_dtype, bias)
         return NativeLinear.queued(queue, parts, self.weight_dtype, bias)
 
     def layer_stack(self, parts: StackParts) -> LayerStack | str:
@@ -236,10 +243,8 @@ class NativeOps:
         """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D]; float32 inside, x's dtype out."""
         flat, weight = _as_rows(x), _float(weight, x.shape[-1], "norm weight")
         out = torch.empty(x.shape, dtype=x.dtype)
-        code = _code(x)
-        self._native.norm(
-            flat.data_ptr(), flat.stride(0), 0, 0, out.data_ptr(), *flat.shape, weight.data_ptr(), eps, code
-        )
+        address, code = out.data_ptr(), _code(x)
+        self._native.norm(flat.data_ptr(), flat.stride(0), 0, 0, address, *flat.shape, weight.data_ptr(), eps, code)
         return out
 
     def add_rms_norm(

@@ -28,7 +28,6 @@ from octavo.errors import ConfigError, ModelError
 from octavo.kernels.quantized_weights import QuantizedWeight, quantize_rows
 from octavo.models.config_reader import FALLBACK, spec_from_config
 from octavo.models.families import FAMILIES
-from octavo.models.names import is_float32, weight_shapes
 from octavo.models.quantized_files.packing import pack_columns, pack_rows
 from octavo.models.safetensors_loader import (
     INDEX,
@@ -40,7 +39,8 @@ from octavo.models.safetensors_loader import (
     read_json,
 )
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_names import HARMLESS, Part, parts_of
+from octavo.models.tensor_names import HARMLESS, parts_of
+from octavo.models.weight_size import matrix_formats
 from octavo.models.weights import Progress
 
 SHARD_BYTES = 4 << 30
@@ -65,13 +65,14 @@ class Written:
 
 @dataclass(frozen=True)
 class _Item:
-    """One tensor of the source. module: its name without ".weight" if it is to be quantised, else None."""
+    """One tensor of the source. module: its name without ".weight" if it is to be quantised, to `form`; else None."""
 
     name: str
     module: str | None
     shape: tuple[int, ...]
     source_bytes: int
     num_bytes: int
+    form: WeightFormat | None = None
 
 
 def quantize_checkpoint(
@@ -85,8 +86,8 @@ def quantize_checkpoint(
 ) -> Written:
     """Write a quantised copy of the directory `source` to `target`, which must not exist yet.
 
-    form: int8, or int4 with its group. on_progress: bytes of the source done, of all. Raises `ConfigError` or
-    `ModelError`, before anything is written, for what cannot be done.
+    form: int8, or int4 with its group, mixed or not. on_progress: bytes of the source done, of all. Raises
+    `ConfigError` or `ModelError`, before anything is written, for what cannot be done.
     """
     if form.kind not in BITS:
         raise ConfigError(f"--quantization {form}: a checkpoint can be stored as {', '.join(BITS)}")
@@ -105,9 +106,9 @@ def quantize_checkpoint(
     items = _items(files, spec, form, keep_embeddings)
     beside = _place_beside(target)
     try:
-        shards = _write_tensors(files, items, form, beside, shard_bytes, on_progress, whole_zeros=keep_embeddings)
+        shards = _write_tensors(files, items, beside, shard_bytes, on_progress, whole_zeros=keep_embeddings)
         heads = FAMILIES[spec.architecture].names.heads
-        settings = quantization_config(form, items, keep_embeddings, heads)
+        settings = quantization_config(items, keep_embeddings, heads)
         config = {**config, "tie_word_embeddings": spec.tied_head, "quantization_config": settings}
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in sorted({p for pattern in COPIED for p in source.glob(pattern) if p.is_file()}):
@@ -144,21 +145,25 @@ def _place_beside(target: Path) -> Path:
         ) from error
 
 
-def quantization_config(
-    form: WeightFormat, items: list[_Item], keep_embeddings: bool, heads: tuple[str, ...]
-) -> dict[str, Any]:
+def quantization_config(items: list[_Item], keep_embeddings: bool, heads: tuple[str, ...]) -> dict[str, Any]:
     """The settings, as the compressed-tensors library spells them. Plain linear modules are named in `ignore`.
 
-    heads: names of the output head, which is a module to other libraries even where its weight is the embedding's.
+    A group of settings for each format: that of most modules targets them by class, the others come first and name
+    theirs. heads: names of the output head, a module to other libraries even where its weight is the embedding's.
     """
-    int4 = form.kind == "int4"
-    weights = {
-        "num_bits": BITS[form.kind], "type": "int", "symmetric": not int4, "strategy": "group" if int4 else "channel",
-        "group_size": form.group_size, "dynamic": False, "actorder": None, "block_structure": None,
-        "observer": None, "observer_kwargs": {}, "zp_dtype": None if keep_embeddings or not int4 else "torch.float16",
-    }  # fmt: skip
-    targets = ["Linear"] if keep_embeddings else ["Linear", "Embedding"]
-    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    modules: dict[WeightFormat, list[str]] = {}
+    for item in items:
+        if item.module is not None and item.form is not None:
+            modules.setdefault(item.form, []).append(item.module)
+    fewest = sorted(modules, key=lambda form: len(modules[form]))
+    classes = ["Linear"] if keep_embeddings else ["Linear", "Embedding"]
+    groups = {}
+    for number, form in enumerate(fewest):
+        targets = classes if form == fewest[-1] else modules[form]
+        weights = _group_settings(form, whole_zeros=keep_embeddings)
+        groups[f"group_{number}"] = {
+            "targets": targets, "weights": weights, "input_activations": None, "output_activations": None,
+        }  # fmt: skip
     plain = [
         i.name.removesuffix(".weight")
         for i in items
@@ -168,8 +173,16 @@ def quantization_config(
     plain += [head for head in heads if head not in quantised and head not in plain]
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
-        "global_compression_ratio": None,
+        "config_groups": groups, "ignore": plain, "kv_cache_scheme": None, "global_compression_ratio": None,
+    }  # fmt: skip
+
+
+def _group_settings(form: WeightFormat, *, whole_zeros: bool) -> dict[str, Any]:
+    int4 = form.kind == "int4"
+    return {
+        "num_bits": BITS[form.kind], "type": "int", "symmetric": not int4, "strategy": "group" if int4 else "channel",
+        "group_size": form.group_size, "dynamic": False, "actorder": None, "block_structure": None,
+        "observer": None, "observer_kwargs": {}, "zp_dtype": None if whole_zeros or not int4 else "torch.float16",
     }  # fmt: skip
 
 
@@ -195,7 +208,7 @@ def packed_tensors(weight: QuantizedWeight, *, whole_zeros: bool = False) -> dic
 def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_embeddings: bool) -> list[_Item]:
     names = FAMILIES[spec.architecture].names
     prefix = names.prefix_in(files.names())
-    shapes = weight_shapes(spec)
+    formats = matrix_formats(spec, form)
     items = []
     for name in files.names():
         parts = parts_of(name, spec, names, prefix)
@@ -206,7 +219,7 @@ def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_em
             continue  # an equal copy of the embedding
         dtype, shape = files.describe(name)
         size = prod(shape) * ITEM_BYTES[dtype]
-        if not _is_product(parts, shapes) or (keep_embeddings and parts[0].name in EMBEDDINGS):
+        if not all(p.name in formats for p in parts) or (keep_embeddings and parts[0].name in EMBEDDINGS):
             items.append(_Item(name, None, shape, size, size))
             continue
         if not name.endswith(".weight") or any(p.change is not None or len(p.index) > 1 for p in parts):
@@ -214,20 +227,22 @@ def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_em
                 f"{files.directory}: {name} stores its weights transposed or stacked, which compressed-tensors has no "
                 "form for; quantise this model at load instead (quantization=)"
             )
-        packed = _packed_bytes(shape[0], shape[1], form, whole_zeros=keep_embeddings)
-        items.append(_Item(name, name.removesuffix(".weight"), shape, size, packed))
+        own = _one_format(f"{files.directory}: {name}", form, {formats[p.name] for p in parts})
+        packed = _packed_bytes(shape[0], shape[1], own, whole_zeros=keep_embeddings)
+        items.append(_Item(name, name.removesuffix(".weight"), shape, size, packed, own))
     return items
 
 
-def _is_product(parts: tuple[Part, ...], shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Does `quantization=` quantise it? All matrices but routers and learned positions."""
-    return all(
-        len(shapes.get(p.name, ())) == 2
-        and p.name.endswith(".weight")
-        and not is_float32(p.name)
-        and p.name != "positions.weight"
-        for p in parts
-    )
+def _one_format(where: str, asked: WeightFormat, found: set[WeightFormat]) -> WeightFormat:
+    """The format of all weights that one tensor holds; a module can be stored in one only."""
+    if len(found) > 1:
+        pure = WeightFormat(asked.kind, asked.group_size)
+        raise ModelError(
+            f"{where} holds several weights, of which {asked} keeps some in 8 bits and some in 4, which "
+            f"compressed-tensors has no form for; use {pure} (all in 4), int8, or quantise this model at load instead "
+            "(quantization=)"
+        )
+    return next(iter(found))
 
 
 def _packed_bytes(rows: int, columns: int, form: WeightFormat, *, whole_zeros: bool) -> int:
@@ -245,7 +260,6 @@ def _packed_bytes(rows: int, columns: int, form: WeightFormat, *, whole_zeros: b
 def _write_tensors(
     files: SafetensorsFiles,
     items: list[_Item],
-    form: WeightFormat,
     directory: Path,
     shard_bytes: int,
     on_progress: Progress | None,
@@ -267,7 +281,7 @@ def _write_tensors(
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for item in shard:
-            tensors |= _tensors(files, item, form, whole_zeros)
+            tensors |= _tensors(files, item, whole_zeros)
             done += item.source_bytes
             if on_progress is not None:
                 on_progress(done, total)
@@ -280,12 +294,12 @@ def _write_tensors(
     return len(shards)
 
 
-def _tensors(files: SafetensorsFiles, item: _Item, form: WeightFormat, whole_zeros: bool) -> dict[str, torch.Tensor]:
+def _tensors(files: SafetensorsFiles, item: _Item, whole_zeros: bool) -> dict[str, torch.Tensor]:
     tensor = files.read(item.name)
-    if item.module is None:
+    if item.module is None or item.form is None:
         return {item.name: tensor.contiguous()}
     try:
-        weight = quantize_rows(tensor, form.kind, form.group_size, whole_zeros=whole_zeros)
+        weight = quantize_rows(tensor, item.form.kind, item.form.group_size, whole_zeros=whole_zeros)
     except ConfigError as error:
         raise ModelError(f"{files.directory}: {item.name}: {error}") from error
     return {f"{item.module}.{end}": part for end, part in packed_tensors(weight, whole_zeros=whole_zeros).items()}
