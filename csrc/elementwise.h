@@ -63,23 +63,33 @@ OCTAVO_INLINE float inverse_rms(const f8* squares, int64_t dim, float eps) {
   return 1.0f / sqrtf(sum(total) / (float)dim + eps);
 }
 
+// What a row's norm multiplies its values by.
 template <class T>
-void norm_row(const NormArgs& a, int64_t r) {
+OCTAVO_INLINE f8 row_scale(const T* x, int64_t dim, float eps) {
+  f8 squares[4];
+  sum_squares(dim, squares, [&](int64_t j) __attribute__((always_inline)) { return load_some(x + j, dim - j); });
+  return splat(inverse_rms(squares, dim, eps));
+}
+
+template <class T, bool First, bool Residual>
+OCTAVO_INLINE void norm_row(const NormArgs& a, int64_t r) {
   const T* x = (const T*)a.x + r * a.x_stride;
-  const T* residual = a.residual ? (const T*)a.residual + r * a.dim : nullptr;
-  T* total = a.residual ? (T*)a.sum + r * a.dim : nullptr;
+  const T* residual = Residual ? (const T*)a.residual + r * a.dim : nullptr;
+  T* total = Residual ? (T*)a.sum + r * a.dim : nullptr;
   T* out = (T*)a.out + r * a.dim;
+  const f8 first = First ? row_scale(x, a.dim, a.eps) : splat(1);
   f8 squares[4];
   sum_squares(a.dim, squares, [&](int64_t j) __attribute__((always_inline)) {
     f8 v = load_some(x + j, a.dim - j);
-    if (residual) {
+    if (First) v = rounded<T>(v * first * load_some(a.first + j, a.dim - j));
+    if (Residual) {
       v = rounded<T>(load_some(residual + j, a.dim - j) + v);
       store_some(total + j, v, a.dim - j);
     }
     return v;
   });
   const f8 scale = splat(inverse_rms(squares, a.dim, a.eps));
-  const T* from = residual ? total : x;
+  const T* from = Residual ? total : x;
   for (int64_t j = 0; j < a.dim; j += 8) {
     const f8 v = load_some(from + j, a.dim - j) * scale * load_some(a.weight + j, a.dim - j);
     store_some(out + j, v, a.dim - j);
@@ -89,7 +99,14 @@ void norm_row(const NormArgs& a, int64_t r) {
 template <class T>
 void norm_typed(const NormArgs& a) {
 #pragma omp parallel for schedule(static) if (a.threaded)
-  for (int64_t r = 0; r < a.rows; ++r) norm_row<T>(a, r);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    if (!a.residual)
+      norm_row<T, false, false>(a, r);
+    else if (!a.first)
+      norm_row<T, false, true>(a, r);
+    else
+      norm_row<T, true, true>(a, r);
+  }
 }
 
 void norm(const NormArgs& a) {
@@ -104,18 +121,13 @@ void norm(const NormArgs& a) {
 template <class T>
 void rotary_head(const T* x, T* out, int64_t dim, const float* cos, const float* sin, const float* weight, float eps) {
   const int64_t half = dim / 2;
-  float scale = 1.0f;
-  if (weight) {
-    f8 squares[4];
-    sum_squares(dim, squares, [&](int64_t j) __attribute__((always_inline)) { return load_some(x + j, dim - j); });
-    scale = inverse_rms(squares, dim, eps);
-  }
+  const f8 scale = weight ? row_scale(x, dim, eps) : splat(1);
   for (int64_t j = 0; j < half; j += 8) {
     const int64_t count = half - j;
     f8 a = load_some(x + j, count), b = load_some(x + half + j, count);
     if (weight) {
-      a = rounded<T>(a * splat(scale) * load_some(weight + j, count));
-      b = rounded<T>(b * splat(scale) * load_some(weight + half + j, count));
+      a = rounded<T>(a * scale * load_some(weight + j, count));
+      b = rounded<T>(b * scale * load_some(weight + half + j, count));
     }
     const f8 c1 = load_some(cos + j, count), s1 = load_some(sin + j, count);
     const f8 c2 = load_some(cos + half + j, count), s2 = load_some(sin + half + j, count);

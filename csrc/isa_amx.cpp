@@ -14,7 +14,7 @@
 namespace octavo {
 
 const KernelTable& amx_kernels() {
-  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, quantized_linear, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, gated_linear_amx, quantized_linear, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

@@ -14,7 +14,7 @@
 namespace octavo {
 
 const KernelTable& avx512_kernels() {
-  static constexpr KernelTable table = {"avx512", pack_rows, load_rows, unpack_rows, linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"avx512", pack_rows, load_rows, unpack_rows, linear, gated_linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
   return table;
 }
 

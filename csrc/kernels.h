@@ -71,6 +71,8 @@ inline constexpr int64_t panel_bytes(const QuantizedFormat& f, int64_t k) {
   return (k + f.group - 1) / f.group * header_bytes(f.scales) + units_of(k) * unit_bytes(f.bits);
 }
 
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
+
 struct LinearArgs {
   const void* weight;  // panels, see kPanel
   DType weight_type;
@@ -188,6 +190,7 @@ struct NormArgs {
   float eps;
   DType type;
   bool threaded;
+  const float* first = nullptr;  // with a residual: x goes through a norm of this weight before it is added
 };
 
 struct RotaryArgs {
@@ -208,8 +211,6 @@ struct RotaryWriteArgs {
   const float* key_norm;  // [dim] or null
   WriteArgs write;        // its key is as the product gave it
 };
-
-enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
 
 struct GateArgs {
   const void* x;  // [rows, 2 * dim], row stride x_stride: gate, up
@@ -260,6 +261,8 @@ struct KernelTable {
   void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
                       DType out_type);
   bool (*linear)(const LinearArgs&);            // false: out of memory
+  // y [m, n / 2] = activate(first half of the outputs) * second half. False, and nothing done: `linear` and `gate` then.
+  bool (*gated_linear)(const LinearArgs&, Activation);
   bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
   void (*pack_codes)(const PackCodesArgs&);
   void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,

@@ -47,14 +47,15 @@ void LayerStack::prepare(const Attention& attention, const StackStep& step) {
   const int64_t qkv = take(tokens * qkv_width_), query = take(tokens * query_width_), key = take(tokens * key_width_);
   const int64_t attended = take(tokens * query_width_), first_end = end;
   end = shared;
-  const int64_t gate_up = take(tokens * 2 * shape_.inner), gated = take(tokens * shape_.inner);
+  const int64_t gate_up = take(tokens * 2 * shape_.inner), gated = take(tokens * gated_stride());
   end = std::max(end, first_end);
   const int64_t turns = take(2 * tokens * dim * static_cast<int64_t>(step.tables.size()));
-  if (static_cast<int64_t>(memory_.size()) < end + kLine) {
-    std::vector<float>().swap(memory_);  // the old one first: both together would be a peak
-    memory_.resize(static_cast<size_t>(end + kLine));
+  if (room_ < end) {
+    memory_.reset();  // the old one first: both together would be a peak
+    memory_ = std::make_unique<Region>(static_cast<size_t>(end) * sizeof(float));
+    room_ = end;
   }
-  float* base = memory_.data() + (kLine - reinterpret_cast<uintptr_t>(memory_.data()) / 4 % kLine) % kLine;
+  float* base = reinterpret_cast<float*>(memory_->start());
   normed_ = base + normed, mixed_ = base + mixed, qkv_ = base + qkv, query_ = base + query, key_ = base + key;
   attended_ = base + attended, gate_up_ = base + gate_up, gated_ = base + gated;
   turns_.clear();
@@ -73,11 +74,7 @@ void LayerStack::layer(size_t index, Attention& attention, const StackStep& step
   const bool last = index + 1 == layers_.size();
   attend(index, attention, step.tokens, l.attention_norm ? normed_ : step.residual);
   const float* x = add_norm(step, l.post_attention_norm, l.mlp_norm, normed_);
-  multiply(l.gate_up, x, gate_up_, step.tokens);
-  kernels->gate({gate_up_, gated_, 2 * shape_.inner, step.tokens, shape_.inner, shape_.activation, DType::f32,
-                 step.tokens > 1 && worth_threads(step.tokens * shape_.inner * 4)});
-  count(Part::small);
-  multiply(l.down, gated_, mixed_, step.tokens);
+  multiply(l.down, gated_, multiply_gated(l.gate_up, x, step.tokens), mixed_, step.tokens);
   add_norm(step, l.post_mlp_norm, last ? final_norm_ : layers_[index + 1].attention_norm, last ? step.out : normed_);
 }
 
@@ -85,7 +82,7 @@ void LayerStack::attend(size_t index, Attention& attention, int64_t tokens, cons
   const StackLayer& l = layers_[index];
   const LayerPlace& at = attention.place_of(index);
   const GroupStep& group = attention.group_of(index);
-  multiply(l.qkv, normed, qkv_, tokens);
+  multiply(l.qkv, normed, shape_.hidden, qkv_, tokens);
   const float *query = qkv_, *key = qkv_ + query_width_, *value = key + key_width_;
   int64_t query_stride = qkv_width_, key_stride = qkv_width_;
   if (shape_.whole_norms) {
@@ -109,16 +106,32 @@ void LayerStack::attend(size_t index, Attention& attention, int64_t tokens, cons
   count(Part::rotation);
   attention.attend(at.place, at.window, group.table, group.table_stride, query, query_stride, attended_, DType::f32);
   count(Part::attention);
-  multiply(l.out, attended_, mixed_, tokens);
+  multiply(l.out, attended_, query_width_, mixed_, tokens);
 }
 
-void LayerStack::multiply(const Product& product, const float* x, float* y, int64_t tokens) {
+void LayerStack::multiply(const Product& product, const float* x, int64_t stride, float* y, int64_t tokens) {
   const int64_t width = product.outputs();
   for (const Product::Part& part : product.parts) {
-    part.weight->multiply_floats(x, tokens, y, width, part.bias);
+    part.weight->multiply_floats(x, stride, tokens, y, width, part.bias);
     y += part.weight->outputs();
   }
   count(Part::products);
+}
+
+// The MLP's first product and its gate, in one where a kernel does both. Returns the row stride of `gated_`.
+int64_t LayerStack::multiply_gated(const Product& product, const float* x, int64_t tokens) {
+  const Product::Part& first = product.parts.front();
+  const int64_t inner = shape_.inner, hidden = shape_.hidden, apart = gated_stride();
+  if (product.parts.size() == 1 &&
+      first.weight->multiply_gated(x, hidden, tokens, gated_, apart, first.bias, shape_.activation)) {
+    count(Part::products);
+    return apart;
+  }
+  multiply(product, x, hidden, gate_up_, tokens);
+  kernels->gate({gate_up_, gated_, 2 * inner, tokens, inner, shape_.activation, DType::f32,
+                 tokens > 1 && worth_threads(tokens * inner * 4)});
+  count(Part::small);
+  return inner;
 }
 
 void LayerStack::norm(const float* x, int64_t stride, int64_t rows, int64_t dim, const float* weight, float* out) {
@@ -129,13 +142,14 @@ void LayerStack::norm(const float* x, int64_t stride, int64_t rows, int64_t dim,
 // residual += scale * (post norm of) mixed, and its norm in `out`. Returns what the next product reads.
 const float* LayerStack::add_norm(const StackStep& step, const float* post_norm, const float* weight, float* out) {
   const int64_t rows = step.tokens, dim = shape_.hidden;
-  if (post_norm) norm(mixed_, dim, rows, dim, post_norm, mixed_);
-  if (shape_.residual_scale != 1.0f) {
+  const bool scaled = shape_.residual_scale != 1.0f;
+  if (post_norm && (scaled || !weight)) norm(mixed_, dim, rows, dim, post_norm, mixed_), post_norm = nullptr;
+  if (scaled) {
     for (int64_t i = 0; i < rows * dim; ++i) mixed_[i] *= shape_.residual_scale;
   }
   if (weight) {
     kernels->norm({mixed_, step.residual, step.residual, out, dim, rows, dim, weight, shape_.eps, DType::f32,
-                   rows > 1 && worth_threads(rows * dim)});
+                   rows > 1 && worth_threads(rows * dim), post_norm});
   } else {
     for (int64_t i = 0; i < rows * dim; ++i) step.residual[i] += mixed_[i];
   }

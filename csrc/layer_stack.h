@@ -14,6 +14,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -84,10 +85,14 @@ class LayerStack {
   void prepare(const Attention& attention, const StackStep& step);
   void layer(size_t index, Attention& attention, const StackStep& step);
   void attend(size_t index, Attention& attention, int64_t tokens, const float* normed);
-  void multiply(const Product& product, const float* x, float* y, int64_t tokens);
+  void multiply(const Product& product, const float* x, int64_t stride, float* y, int64_t tokens);
+  int64_t multiply_gated(const Product& product, const float* x, int64_t tokens);
   void norm(const float* x, int64_t stride, int64_t rows, int64_t dim, const float* weight, float* out);
   const float* add_norm(const StackStep& step, const float* post_norm, const float* weight, float* out);
   void count(Part part);
+
+  // An odd number of cache lines, so that rows do not push each other out of the first-level cache.
+  int64_t gated_stride() const { return ((shape_.inner + 15) / 16 | 1) * 16; }
 
   StackShape shape_;
   const float* final_norm_;
@@ -96,7 +101,8 @@ class LayerStack {
   int64_t qkv_width_ = 0, query_width_ = 0, key_width_ = 0;
 
   std::mutex busy_;  // the memory below is one step's
-  std::vector<float> memory_;
+  std::unique_ptr<Region> memory_;  // pages that no step has needed yet are not resident
+  int64_t room_ = 0;                // floats
   std::vector<CosSin> turns_;  // of the tokens of a step
   float *normed_ = nullptr, *mixed_ = nullptr, *qkv_ = nullptr, *query_ = nullptr, *key_ = nullptr;
   float *attended_ = nullptr, *gate_up_ = nullptr, *gated_ = nullptr;

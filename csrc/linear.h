@@ -5,6 +5,7 @@
 // order, so one row alone and the same row among 512 have the same bits.
 #pragma once
 
+#include "elementwise.h"
 #include "kernels.h"
 #include "panels.h"
 #include "register_tile.h"
@@ -76,6 +77,11 @@ OCTAVO_INLINE f8 bias_at(const float* bias, int64_t column, int64_t n) {
   f8 v = splat(0);
   for (int64_t j = column; j < n; ++j) v[j - column] = bias[j];
   return v;
+}
+
+OCTAVO_INLINE void add_bias(const LinearArgs& a, int64_t panel, f8& low, f8& high) {
+  if (!a.bias) return;
+  low = low + bias_at(a.bias, panel * kPanel, a.n), high = high + bias_at(a.bias, panel * kPanel + 8, a.n);
 }
 
 // A few rows, from `row` on, times a panel that is read straight into registers.
@@ -212,49 +218,77 @@ void slice_rows(const float* x, int64_t ldx, const W* w, const W* next, float* w
   }
 }
 
-template <class W>
-void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+// The panels that a block multiplies: `count` from `begin` on and, of a gated product, as many from `twin` on.
+struct PanelRun {
+  int64_t begin, count, twin;
+  OCTAVO_INLINE int64_t size() const { return twin ? 2 * count : count; }
+  OCTAVO_INLINE int64_t at(int64_t i) const { return i < count ? begin + i : twin + i - count; }
+};
+
+// What a block does with its sums: keeps them, or gates the first half of them by the second.
+struct Plain {
+  OCTAVO_INLINE void operator()(const LinearArgs& a, int64_t row, const PanelRun& run, int64_t i, const float* c) const {
+    f8 low = load(c), high = load(c + 8);
+    add_bias(a, run.at(i), low, high);
+    put(a, row, run.at(i) * kPanel, low, high);
+  }
+};
+struct Gated {
+  octavo::Activation kind;
+  OCTAVO_INLINE void operator()(const LinearArgs& a, int64_t row, const PanelRun& run, int64_t i, const float* c) const {
+    const float* twin = c + run.count * kRowBlock * kPanel;
+    f8 low = load(c), high = load(c + 8), low_up = load(twin), high_up = load(twin + 8);
+    add_bias(a, run.at(i), low, high);
+    add_bias(a, run.at(run.count + i), low_up, high_up);
+    float* y = (float*)a.y + row * a.ldy + run.at(i) * kPanel;
+    store(y, activate(low, kind) * low_up), store(y + 8, activate(high, kind) * high_up);
+  }
+};
+
+template <class W, class Finish>
+void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, const PanelRun& run,
+           const Finish& finish) {
   alignas(64) float c[kRun * kRowBlock * kPanel];  // 48 KiB
-  alignas(64) float wide[kDepth * kPanel];            // 16 KiB
+  alignas(64) float wide[kDepth * kPanel];         // 16 KiB
+  const auto weights = [&](int64_t i) { return (const W*)a.weight + run.at(i) * panel_size<W>(a.k); };
   for (int64_t i = 0; i < a.k; i += kDepth) {
     const int64_t depth = least(kDepth, a.k - i);
-    for (int64_t p = begin; p < end; ++p) {
-      const W* w = (const W*)a.weight + p * panel_size<W>(a.k) + i * kPanel;
-      const W* next = p + 1 < end ? w + panel_size<W>(a.k) : w - (p - begin) * panel_size<W>(a.k) + depth * kPanel;
-      slice_rows(x + row * ldx + i, ldx, w, next, wide, depth, i == 0, rows, c + (p - begin) * kRowBlock * kPanel);
+    for (int64_t p = 0; p < run.size(); ++p) {
+      const W* next = p + 1 < run.size() ? weights(p + 1) + i * kPanel : weights(0) + (i + depth) * kPanel;
+      slice_rows(x + row * ldx + i, ldx, weights(p) + i * kPanel, next, wide, depth, i == 0, rows,
+                 c + p * kRowBlock * kPanel);
     }
   }
-  for (int64_t p = begin; p < end; ++p) {
-    const int64_t column = p * kPanel;
-    f8 low = splat(0), high = splat(0);
-    if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* from = c + ((p - begin) * kRowBlock + r) * kPanel;
-      const f8 l = a.bias ? load(from) + low : load(from), h = a.bias ? load(from + 8) + high : load(from + 8);
-      put(a, row + r, column, l, h);
-    }
-  }
+  // Row by row: neighbouring outputs of a row share pages, those of a column do not.
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t p = 0; p < run.count; ++p) finish(a, row + r, run, p, c + (p * kRowBlock + r) * kPanel);
 }
 
-template <class W>
-void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
-  const int64_t panels = (a.n + kPanel - 1) / kPanel;
-  if (a.m <= octavo::kFewRows) {
-    const int64_t run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
-    return share_out((panels + run - 1) / run, a.threaded,
-                     [&](int64_t i) { few_rows_run<W>(a, x, ldx, i * run, least(panels, (i + 1) * run)); });
-  }
+// Many rows: blocks of rows times runs of panels, of which the outputs from `twin` panels on are a second half.
+template <class W, class Finish>
+void many_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t twin, const Finish& finish) {
+  const int64_t panels = twin ? twin : (a.n + kPanel - 1) / kPanel, longest = twin ? kRun / 2 : kRun;
   const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
   // Equal row blocks, in whole register tiles: 97 rows are not 96 and 1.
   int64_t height = (a.m + blocks - 1) / blocks;
   height = least(kRowBlock, (height + kRowTile - 1) / kRowTile * kRowTile);
   // Runs of half the size where there are few: five of them would keep one of two threads waiting for a fifth.
-  const int64_t run = a.best || blocks * panels >= 16 * kRun ? kRun : kRun / 2, runs = (panels + run - 1) / run;
+  const int64_t length = a.best || blocks * panels >= 16 * longest ? longest : longest / 2;
+  const int64_t runs = (panels + length - 1) / length;
   share_out(blocks * runs, a.threaded, [&](int64_t i) {
-    const int64_t begin = i / blocks * run, row = i % blocks * height;  // blocks of a run share its weights
+    const int64_t begin = i / blocks * length, row = i % blocks * height;  // blocks of a run share its weights
+    const PanelRun run = {begin, least(length, panels - begin), twin ? twin + begin : 0};
     const int64_t rows = least(height, a.m - row);
-    if (rows > 0) block<W>(a, x, ldx, row, rows, begin, least(panels, begin + run));
+    if (rows > 0) block<W>(a, x, ldx, row, rows, run, finish);
   });
+}
+
+template <class W>
+void linear_typed(const LinearArgs& a, const float* x, int64_t ldx) {
+  if (a.m > octavo::kFewRows) return many_rows<W>(a, x, ldx, 0, Plain());
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
+  share_out((panels + run - 1) / run, a.threaded,
+            [&](int64_t i) { few_rows_run<W>(a, x, ldx, i * run, least(panels, (i + 1) * run)); });
 }
 
 // Where the rows of a register tile lie a multiple of a KiB apart, they fall on a few sets of the first-level cache and
@@ -268,28 +302,45 @@ void copy_rows(const LinearArgs& a, float* to, int64_t stride) {
     for (int64_t i = 0; i < a.k; ++i) to[r * stride + i] = widen(((const In*)a.x)[r * a.ldx + i]);
 }
 
-bool linear(const LinearArgs& a) {
-  const float* x = (const float*)a.x;
-  int64_t ldx = a.ldx;
-  float* copy = nullptr;
-  if (a.x_type != DType::f32 || crowded(a)) {
-    ldx = ((a.k + 15) / 16 | 1) * 16;  // an odd number of cache lines
-    copy = (float*)malloc((size_t)(a.m * ldx) * sizeof(float));
-    if (!copy) return false;
-    switch (a.x_type) {
-      case DType::f32: copy_rows<float>(a, copy, ldx); break;
-      case DType::bf16: copy_rows<bf16>(a, copy, ldx); break;
-      case DType::f16: copy_rows<f16>(a, copy, ldx); break;
-    }
-    x = copy;
+// Calls f with x as float32 and its row stride, copied where it is something else or crowded. False: out of memory.
+template <class F>
+bool with_floats(const LinearArgs& a, F f) {
+  if (a.x_type == DType::f32 && !crowded(a)) return f((const float*)a.x, a.ldx), true;
+  const int64_t stride = ((a.k + 15) / 16 | 1) * 16;  // an odd number of cache lines
+  float* copy = (float*)malloc((size_t)(a.m * stride) * sizeof(float));
+  if (!copy) return false;
+  switch (a.x_type) {
+    case DType::f32: copy_rows<float>(a, copy, stride); break;
+    case DType::bf16: copy_rows<bf16>(a, copy, stride); break;
+    case DType::f16: copy_rows<f16>(a, copy, stride); break;
   }
-  switch (a.weight_type) {
-    case DType::f32: linear_typed<float>(a, x, ldx); break;
-    case DType::bf16: linear_typed<bf16>(a, x, ldx); break;
-    case DType::f16: linear_typed<f16>(a, x, ldx); break;
-  }
+  f(copy, stride);
   free(copy);
   return true;
+}
+
+bool linear(const LinearArgs& a) {
+  return with_floats(a, [&](const float* x, int64_t ldx) {
+    switch (a.weight_type) {
+      case DType::f32: return linear_typed<float>(a, x, ldx);
+      case DType::bf16: return linear_typed<bf16>(a, x, ldx);
+      case DType::f16: return linear_typed<f16>(a, x, ldx);
+    }
+  });
+}
+
+// Sums are gated while they are in the caches: written and read again, they would cost as much as the activation.
+bool gated_linear(const LinearArgs& a, octavo::Activation kind) {
+  if (a.m <= octavo::kFewRows || a.n % (2 * kPanel) || a.y_type != DType::f32 || a.best) return false;
+  const int64_t twin = a.n / kPanel / 2;
+  const Gated gated = {kind};
+  return with_floats(a, [&](const float* x, int64_t ldx) {
+    switch (a.weight_type) {
+      case DType::f32: return many_rows<float>(a, x, ldx, twin, gated);
+      case DType::bf16: return many_rows<bf16>(a, x, ldx, twin, gated);
+      case DType::f16: return many_rows<f16>(a, x, ldx, twin, gated);
+    }
+  });
 }
 
 }  // namespace

@@ -184,4 +184,8 @@ bool linear_amx(const LinearArgs& a) {
   return true;
 }
 
+bool gated_linear_amx(const LinearArgs& a, octavo::Activation kind) {
+  return (a.weight_type != DType::bf16 || a.k % kStepInputs) && gated_linear(a, kind);
+}
+
 }  // namespace

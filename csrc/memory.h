@@ -1,5 +1,5 @@
-// Memory for packed weights: 2 MiB-aligned regions for which huge pages are asked (many systems grant them only to
-// those who ask, and a page walk per 4 KiB costs a third of the read bandwidth). Small weights share a region.
+// Memory for packed weights and activations: 2 MiB-aligned regions for which huge pages are asked (many systems grant
+// them only to those who ask, and a page walk per 4 KiB costs a third of the read bandwidth). Small weights share one.
 //
 // Invariant: a region lives as long as any weight in it.
 #pragma once
@@ -49,6 +49,8 @@ class Region {
     used_ += rounded;
     return at;
   }
+
+  char* start() const { return start_; }
 
   static constexpr size_t kHuge = size_t{2} << 20;
 

@@ -103,9 +103,18 @@ class PackedWeight {
     }
   }
 
-  // x float32 [m, k], contiguous; y float32 [m, n], row stride ldy. The caller may hold the interpreter lock or not.
-  void multiply_floats(const float* x, int64_t m, float* y, int64_t ldy, const float* bias) const {
-    compute({memory_.data, type_, bias, x, DType::f32, k_, y, DType::f32, ldy, m, n_, k_, false, nullptr});
+  // x float32 [m, k], row stride ldx; y float32 [m, n], row stride ldy. The caller may hold the interpreter lock or not.
+  void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias) const {
+    compute({memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr});
+  }
+
+  // The same with the first half of the outputs gated by the second: y [m, n / 2]. False, and nothing done, where no
+  // kernel does both.
+  bool multiply_gated(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias,
+                      Activation kind) const {
+    LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr};
+    a.threaded = worth_sharing(m);
+    return !format_.bits && kernels->gated_linear(a, kind);
   }
 
   int64_t inputs() const { return k_; }
@@ -135,8 +144,11 @@ class PackedWeight {
     if (operations(a.m) > kLongCall) release.emplace();
     compute(a);
   }
+  bool worth_sharing(int64_t m) const {
+    return omp_get_max_threads() > 1 && (bytes_ > 65536 || operations(m) > 500000);
+  }
   void compute(LinearArgs a) const {
-    a.threaded = omp_get_max_threads() > 1 && (bytes_ > 65536 || operations(a.m) > 500000);
+    a.threaded = worth_sharing(a.m);
     if (!(format_.bits ? kernels->quantized_linear(a, format_) : kernels->linear(a))) throw std::bad_alloc();
   }
 
