@@ -5,6 +5,7 @@
 #include "dequantize.h"
 #include "elementwise.h"
 #include "kernels.h"
+#include "limits_amx.h"
 #include "linear_amx.h"
 #include "linear_quantized.h"
 #include "quantize.h"
@@ -14,7 +15,7 @@
 namespace octavo {
 
 const KernelTable& amx_kernels() {
-  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, gated_linear_amx, quantized_linear, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, gated_linear_amx, quantized_linear, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds_amx};
   return table;
 }
 

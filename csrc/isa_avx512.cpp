@@ -5,6 +5,7 @@
 #include "dequantize.h"
 #include "elementwise.h"
 #include "kernels.h"
+#include "limits.h"
 #include "linear.h"
 #include "linear_quantized.h"
 #include "quantize.h"
@@ -14,7 +15,7 @@
 namespace octavo {
 
 const KernelTable& avx512_kernels() {
-  static constexpr KernelTable table = {"avx512", pack_rows, load_rows, unpack_rows, linear, gated_linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps};
+  static constexpr KernelTable table = {"avx512", pack_rows, load_rows, unpack_rows, linear, gated_linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds};
   return table;
 }
 

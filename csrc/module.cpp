@@ -3,7 +3,8 @@
 // It takes addresses and sizes as integers: a call costs a fraction of a microsecond and needs no torch headers. The
 // Python side (octavo/kernels/cpu) checks types, shapes and strides; what is only known here (block ids, slots, lengths)
 // is checked here. Weights are bound in module_weights.cpp, attention in module_attention.cpp, whole layers in
-// module_stack.cpp. Threads come from the OpenMP runtime that torch has loaded: this module is not linked to one.
+// module_stack.cpp, yardsticks in module_limits.cpp. Threads come from the OpenMP runtime that torch has loaded: this
+// module is not linked to one.
 #include "kernels.h"
 #include "module.h"
 #include "processor.h"
@@ -146,5 +147,6 @@ NB_MODULE(_native, m) {
       .def("logprobs", &Sampling::logprobs);
   bind_attention(m);
   bind_stack(m);
+  bind_limits(m);
   use(instruction_sets().front());
 }

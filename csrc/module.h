@@ -24,5 +24,6 @@ inline bool worth_threads(int64_t values) { return values > 32768 && omp_get_max
 void bind_weights(nanobind::module_& m);    // module_weights.cpp
 void bind_attention(nanobind::module_& m);  // module_attention.cpp
 void bind_stack(nanobind::module_& m);      // module_stack.cpp
+void bind_limits(nanobind::module_& m);     // module_limits.cpp
 
 }  // namespace octavo

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.bench import drive
 from octavo.bench.growth import DECIDED, GOAL_PYTHON, GOAL_SEQUENCES, sizes
 from octavo.bench.instrument import ATTENTION, HEAD, KV_WRITE, PRODUCTS, SMALL, StepProfile, build_profiled
+from octavo.bench.limits import StepWork, limit_table, measure_limits
 from octavo.bench.report import (
     Column,
     Goal,
@@ -76,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
     engine, profile = build_profiled(settings, **sized)
     report = Report("profile", {**machine_facts(), **engine_facts(engine)})
     fill_kv(engine)
+    config = engine.config
+    limits = measure_limits(config.dtype) if config.device == "cpu" else None
+    work = StepWork.of(engine)
     measured: dict[str, dict[str, Any]] = {}
     with bar(len(cases) + 1, "profile") as tick:
         for sequences, context in cases:
@@ -86,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
         tick("prompt")
     engine.close()
     report.tables.append(table_of(measured))
+    if limits is not None and work is not None:
+        report.tables.append(limit_table(limits, work, measured))
+        report.notes.append(limits.note())
     at_goal = measured.get(f"decode {GOAL_SEQUENCES}")
     if at_goal is not None:
         report.goals.append(Goal(f"Python share at {GOAL_SEQUENCES} sequences", python_share(at_goal), GOAL_PYTHON))

@@ -1,8 +1,8 @@
 """`octavo bench weights`: products over quantised weights alone, against the same weights in bfloat16.
 
 The same matrix in each format, at one row (a single sequence's step, bound by reading the weights) and at several (a
-batch, bound by arithmetic), with the share of the memory bandwidth that a plain sum over memory reaches on this machine
-in the same run. The contenders take turns and each keeps its best time. No model.
+batch, bound by arithmetic), with the share of the bandwidth that a plain loop over memory reaches on this machine in
+the same run. The contenders take turns and each keeps its best time. No model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.bench.clock import add_clock_options, settle_clock
 from octavo.bench.kernels import best_times
+from octavo.bench.limits import measure_limits
 from octavo.bench.report import (
     Column,
     Report,
@@ -52,7 +53,6 @@ COLUMNS = (
     Column("gflops", "GFLOP/s", fixed(0)),
     Column("speedup", "bfloat16 / it", ratio),
 )
-PROBE_BYTES = 256 << 20
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     report, lines = Report("weights", machine_facts()), []
     counts = args.rows or ROWS
     with bar(len(shapes) * len(counts) + 1, "weights") as tick, torch.inference_mode():
-        bandwidth = read_bandwidth(args.seconds, clock)
+        limits = measure_limits("float32", args.seconds)
+        assert limits is not None  # the kernels are built: asked above
+        bandwidth = limits.reading[1]
         tick("bandwidth")
         for inputs, outputs in shapes:
             linears = {name: _linear(name, inputs, outputs) for name in formats}
@@ -97,19 +99,9 @@ def run(args: argparse.Namespace) -> int:
     report.notes += [
         f"{torch.get_num_threads()} threads, {cpu.instruction_set()} kernels, float32 in and out, "
         f"{'processor' if args.cpu_time else 'wall'} time, best of {args.seconds:g} s each, taking turns",
-        f"bandwidth: {bandwidth / 1e9:.1f} GB/s, a float32 sum over {PROBE_BYTES >> 20} MiB; what fits the caches "
-        "exceeds it",
+        limits.note(),
     ]
     return publish(report, args)
-
-
-def read_bandwidth(seconds: float, clock: Callable[[], float]) -> float:
-    """Bytes per second that torch reads to sum a tensor much larger than the caches."""
-    import torch
-
-    memory = torch.ones(PROBE_BYTES // 4)
-    (best,) = best_times([memory.sum], seconds, clock)
-    return PROBE_BYTES / best
 
 
 def _linear(name: str, inputs: int, outputs: int) -> Any:

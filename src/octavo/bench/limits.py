@@ -1,0 +1,119 @@
+"""What the machine could do at most, measured in the same run, and the share of it that a step reaches.
+
+A step of few sequences waits for the weights to be read, one of many or of a prompt for their products. The yardsticks
+are the plainest native loops on all threads (csrc/limits.h): memory on huge pages read once, multiply-adds in
+registers. Both vary with what the machine's other guests do: they are measured beside the figures, not noted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.instrument import HEAD, PRODUCTS
+from octavo.bench.report import Column, Table, fixed, percent
+
+if TYPE_CHECKING:
+    from octavo.engine import Engine
+
+PROBE_BYTES = 256 << 20  # much more than the caches hold
+_ROUNDS = 100_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """reading: bytes/s. arithmetic: floating-point operations/s in the dtype. Each: best of its passes, and median."""
+
+    reading: tuple[float, float]
+    arithmetic: tuple[float, float]
+
+    def note(self) -> str:
+        read, reads = (rate / 1e9 for rate in self.reading)
+        flops, most = (rate / 1e9 for rate in self.arithmetic)
+        return (
+            f"limits measured in this run on the same threads: memory is read at {reads:.1f} GB/s in the median pass "
+            f"over {PROBE_BYTES >> 20} MiB ({read:.1f} in the best), multiply-adds reach {most:.0f} GFLOP/s "
+            f"({flops:.0f}); the third-level cache keeps a part of the weights from step to step, so a step can read "
+            "faster than that"
+        )
+
+
+def measure_limits(dtype: str, seconds: float = 0.4) -> Limits | None:
+    """None where the native kernels are not built. seconds: for each of the two."""
+    from octavo.kernels import cpu
+
+    if cpu.why_unavailable():
+        return None
+    from octavo.kernels.cpu.loader import native
+
+    kind = {"float32": 0, "bfloat16": 1, "float16": 2}[dtype]
+    return Limits(native().read_rate(PROBE_BYTES, seconds), native().arithmetic_rate(kind, _ROUNDS, seconds))
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """weights: bytes that a step reads whatever it computes. layers, head: weights that a row is multiplied with."""
+
+    weights: int
+    layers: int
+    head: int
+    floats: bool  # not quantised: products are float products
+
+    @classmethod
+    def of(cls, engine: Engine) -> StepWork | None:
+        """None where bytes and products are not known beforehand: experts, foreign decoders, untied GGUF heads."""
+        from octavo.core.weight_format import parse_weight_format
+        from octavo.models.names import matrices
+        from octavo.models.weight_size import matrix_formats
+
+        spec = engine.spec
+        if spec is None or spec.experts is not None or not engine.hardware:
+            return None
+        if spec.extra.get("model_impl") == "transformers":
+            return None
+        sizes = {name: prod(shape) for name, shape in matrices(spec).items()}
+        head, total = spec.vocab_size * spec.hidden_size, engine.hardware["weight_bytes"]
+        itemsize = 4 if engine.config.dtype == "float32" else 2
+        looked_up: int | None = 0  # an embedding of its own: only rows of it are read
+        if not spec.tied_head:
+            form = matrix_formats(spec, parse_weight_format(engine.config.quantization)).get("embedding.weight")
+            looked_up = head * itemsize if form is None else form.matrix_bytes(spec.vocab_size, spec.hidden_size)
+        if looked_up is None:
+            return None
+        layers = sum(sizes.values()) - head * (1 if spec.tied_head else 2)
+        return cls(total - looked_up, layers, head, floats=total >= sum(sizes.values()) * itemsize)
+
+    def operations(self, rows: int, drawing: int) -> float:
+        """Of a step of `rows` tokens of which `drawing` get logits."""
+        return 2.0 * (rows * self.layers + drawing * self.head)
+
+
+def limit_table(limits: Limits, work: StepWork, measured: Mapping[str, dict[str, Any]]) -> Table:
+    """measured: case -> its parts in ms, `sequences` and `context`; a case named "prompt …" computes its context."""
+    rows = []
+    for name, parts in measured.items():
+        prompt = name.startswith("prompt")
+        tokens, drawing = (parts["context"], 1) if prompt else (parts["sequences"],) * 2
+        seconds = (parts[PRODUCTS] + parts[HEAD]) / 1e3
+        flops = work.operations(tokens, drawing) / seconds
+        rows.append(
+            {
+                "case": name,
+                "ms": seconds * 1e3,
+                "gbs": work.weights / seconds / 1e9,
+                "of_reading": work.weights / seconds / limits.reading[1],
+                "gflops": flops / 1e9,
+                "of_arithmetic": flops / limits.arithmetic[1] if work.floats else None,
+            }
+        )
+    columns = (
+        Column("case", "products and head of"),
+        Column("ms", "ms", fixed(2)),
+        Column("gbs", "GB/s of weights", fixed(1)),
+        Column("of_reading", "of the read limit", percent),
+        Column("gflops", "GFLOP/s", fixed(0)),
+        Column("of_arithmetic", "of the arithmetic limit", percent),
+    )
+    return Table(f"share of the machine's limits ({work.weights / 1e6:.0f} MB of weights a step)", columns, rows)
