@@ -14,6 +14,7 @@ from octavo.bench import peer_engines, peers
 from octavo.bench.peer_engines import Peer, PeerError, Request
 from octavo.cli.main import main
 from octavo.errors import ConfigError
+from octavo.kernels import cpu
 
 NOTHING = dict.fromkeys(peers.OPTIONS)
 
@@ -35,6 +36,8 @@ def test_rows_of_two_engines_side_by_side(model: str, tmp_path: Path) -> None:
     said = json.loads(file.read_text())
     (rows,) = said["tables"].values()
     assert [row["engine"] for row in rows] == ["octavo", "transformers"], said["notes"]
+    measured = set() if cpu.why_unavailable() else {"reading"}
+    assert all(measured <= row.keys() and row.get("reading", 1) > 0 for row in rows)
     for row in rows:
         assert all(isinstance(row[key], float) for key in ("d1", "d8")), said["notes"]
         assert row["d1"] > 0 and row["d8"] > 0

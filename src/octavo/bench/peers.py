@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from octavo.bench import peer_engines
+from octavo.bench.limits import measure_limits
 from octavo.bench.peer_engines import HOW_TO_GET, Peer, PeerError, Request, Running
 from octavo.bench.report import Column, Goal, Report, Table, add_report_options, bar, machine_facts, positive, publish
 from octavo.bench.workloads import mixed_lengths, random_ids
@@ -117,14 +118,30 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     with bar(len(peers), "peers") as tick:
         for peer in peers.values():
-            rows.append(measure(peer, args, loads, report.notes))
+            rate = _reading(args.threads)
+            rows.append(measure(peer, args, loads, report.notes) | ({} if rate is None else {"reading": rate}))
             tick(peer.kind)
     columns = [Column("engine", "engine"), *(Column(key, TITLES[key], _number) for key in _keys(args.rows))]
+    if any("reading" in row for row in rows):
+        columns.append(Column("reading", "memory read before it, GB/s", _number))
     weights = f", Octavo's weights {args.quantization}" if args.quantization else ""
     report.tables.append(Table(f"{args.dtype}{weights}, {args.threads} threads", columns, rows))
     report.goals += goals(rows) if args.shrink == 1 else []
     report.notes += [f"{kind} was not run; to have it: {how}" for kind, how in HOW_TO_GET.items() if kind not in peers]
     return publish(report, args)
+
+
+def _reading(threads: int) -> float | None:
+    """GB/s that a plain loop reads just now, which bounds a decode step: it varies with the machine's other guests."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        limits = measure_limits("float32", 0.4)
+    finally:
+        torch.set_num_threads(before)
+    return None if limits is None else limits.reading[1] / 1e9
 
 
 def _vocabulary(model: str) -> int:
