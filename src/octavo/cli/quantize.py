@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.cli.options import byte_count
 from octavo.core.weight_format import parse_weight_format
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError
 from octavo.inspect.terminal import format_bytes
 
 EPILOG = """\
@@ -26,12 +26,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "quantize",
         help="write a copy of a model with int8 or int4 weights",
-        description="Quantise the weights of a directory of safetensors, or of a hub id, and write them with the "
-        "tokenizer and the settings to the new directory OUT.",
+        description="Quantise the weights of a directory of safetensors, a GGUF file, or a hub id, and write them with "
+        "the tokenizer and the settings to the new directory OUT.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a directory with config.json, or a hub id")
+    parser.add_argument("model", metavar="MODEL", help="a directory with config.json, a GGUF file, or a hub id")
     parser.add_argument("out", metavar="OUT", help="the new directory; it must not exist yet")
     parser.add_argument(
         "--quantization",
@@ -64,13 +64,6 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).exists():
         raise ConfigError(f"{args.out}: exists already; name a directory that does not")
     files = resolve_model(args.model)
-    if files.kind == "gguf":
-        raise ModelError(
-            f"{args.model}: {files.path} is a GGUF file: a copy of it could not be loaded on its own, since its header "
-            "holds neither the config.json nor the tokenizer.json that a directory needs; load the file itself with "
-            f"--quantization gguf (as it is packed) or --quantization {form} (quantised anew at each load), or give "
-            "octavo quantize the directory with the original weights"
-        )
     progress = LoadProgress()
     try:
         written = quantize_checkpoint(

@@ -299,6 +299,17 @@ def fusible(parts: Sequence[QuantizedWeight]) -> bool:
     )
 
 
+def fusible_runs(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
+    """Neighbours that can be one weight, together."""
+    runs = [[parts[0]]]
+    for part in parts[1:]:
+        if fusible([runs[-1][0], part]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """`fusible` parts, one below the other."""
     if len(parts) == 1:
@@ -354,8 +365,9 @@ def reference_linear(parts: Sequence[QuantizedWeight], bias: torch.Tensor | None
     """x -> x W^T + bias for the parts one below the other; what `Ops.quantized_linear` means."""
     if len({p.in_features for p in parts}) != 1:
         raise ConfigError(f"parts with {', '.join(str(p.in_features) for p in parts)} inputs cannot share an input")
-    if fusible(parts):
+    runs = fusible_runs(parts)
+    if len(runs) == 1:
         return ReferenceQuantizedLinear(concatenate(parts), bias)
-    sizes = [p.out_features for p in parts]
-    offsets = [None] * len(parts) if bias is None else list(bias.split(sizes))
-    return JoinedLinear([ReferenceQuantizedLinear(p, b) for p, b in zip(parts, offsets, strict=True)])
+    sizes = [sum(p.out_features for p in run) for run in runs]
+    offsets = [None] * len(runs) if bias is None else list(bias.split(sizes))
+    return JoinedLinear([ReferenceQuantizedLinear(concatenate(r), b) for r, b in zip(runs, offsets, strict=True)])

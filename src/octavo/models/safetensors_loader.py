@@ -132,6 +132,11 @@ class SafetensorsFiles:
         part = self._open(self._file_of[name]).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor of floats."""
+        dtype, shape = self.describe(name)
+        return FLOATS[dtype] * prod(shape)
+
     def stored(self, name: str, index: tuple[int | slice, ...] = ()) -> StoredRows | None:
         """The rows of a matrix in a map of its file; None for what is no matrix of a type with a number.
 

@@ -84,6 +84,10 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         """Has it rows and columns? (All but norms and biases.)"""
         return len(self._entries[name].shape) == 2
 
+    def shape(self, name: str) -> Shape:
+        """Shape of `name`; reads nothing."""
+        return self._entries[name].shape
+
     def num_bytes(self, name: str) -> int:
         """Bytes of `name` in its file."""
         return self._entries[name].num_bytes

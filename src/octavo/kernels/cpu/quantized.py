@@ -22,7 +22,7 @@ from octavo.kernels.quantized_weights import (
     SizedLinear,
     are_sixteenths,
     concatenate,
-    fusible,
+    fusible_runs,
     halves_exactly,
     is_small_integer,
     reference_linear,
@@ -118,10 +118,13 @@ class NativeQuantizedLinear(NativeLinear):
 
 
 def quantized_linear(parts: Sequence[QuantizedWeight], bias: torch.Tensor | None = None) -> SizedLinear:
-    """The product with `parts`, one below the other: as one weight where they agree, through torch for odd groups."""
-    if not fusible(parts):
-        offsets = [None] * len(parts) if bias is None else list(bias.split([p.out_features for p in parts]))
-        return JoinedLinear([quantized_linear([p], b) for p, b in zip(parts, offsets, strict=True)])
+    """The product with `parts`, one below the other: neighbours as one weight where they agree, through torch for odd
+    groups."""
+    runs = fusible_runs(parts)
+    if len(runs) > 1:
+        sizes = [sum(p.out_features for p in run) for run in runs]
+        offsets = [None] * len(runs) if bias is None else list(bias.split(sizes))
+        return JoinedLinear([quantized_linear(run, b) for run, b in zip(runs, offsets, strict=True)])
     weight = concatenate(parts)
     panels = panels_of_weight(weight)
     return reference_linear([weight], bias) if panels is None else NativeQuantizedLinear(weight, panels, bias)

@@ -1,8 +1,8 @@
 """A quantised copy of a checkpoint, as compressed-tensors "pack-quantized": `octavo quantize`.
 
 The linear weights become the codes that `quantization=` makes of them at load, bit for bit; everything else is copied
-as it is stored. One tensor at a time is in memory, and one shard. The copy is put together beside its place and renamed
-into it when it is whole, so that a reader never sees half of it.
+as it is stored (of a GGUF file: written out, see `sources.py`). One tensor at a time is in memory, and one shard. The
+copy is put together beside its place and renamed into it when it is whole, so that a reader never sees half of it.
 
 Octavo's int4 zeros are sixteenths, which the format's packed integers cannot hold: they are written as float16 numbers,
 unpacked. With `keep_embeddings` the embedding and the output head stay floats and zeros are whole and packed: that is
@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,18 @@ from safetensors.torch import save_file
 from octavo.core.weight_format import WeightFormat
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.quantized_weights import QuantizedWeight, quantize_rows
-from octavo.models.config_reader import FALLBACK, spec_from_config
 from octavo.models.families import FAMILIES
 from octavo.models.quantized_files.packing import pack_columns, pack_rows
-from octavo.models.safetensors_loader import (
-    INDEX,
-    SINGLE,
-    SafetensorsFiles,
-    head_state,
-    open_safetensors,
-    quantization_of,
-    read_json,
-)
+from octavo.models.quantized_files.sources import DTYPES, TensorFiles, kept_bytes, open_source
+from octavo.models.safetensors_loader import INDEX, SINGLE
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_names import HARMLESS, parts_of
 from octavo.models.weight_size import matrix_formats
 from octavo.models.weights import Progress
 
 SHARD_BYTES = 4 << 30
-#: What else belongs to a model: tokenizer, chat template, generation settings, licence.
-COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json",
-          "vocab.json", "merges.txt", "LICENSE*", "NOTICE*")  # fmt: skip
 BITS = {"int8": 8, "int4": 4}
 EMBEDDINGS = ("embedding.weight", "head.weight")
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,7 @@ def quantize_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     on_progress: Progress | None = None,
 ) -> Written:
-    """Write a quantised copy of the directory `source` to `target`, which must not exist yet.
+    """Write a quantised copy of `source` (a directory or a GGUF file) to `target`, which must not exist yet.
 
     form: int8, or int4 with its group, mixed or not. on_progress: bytes of the source done, of all. Raises
     `ConfigError` or `ModelError`, before anything is written, for what cannot be done.
@@ -93,26 +80,16 @@ def quantize_checkpoint(
         raise ConfigError(f"--quantization {form}: a checkpoint can be stored as {', '.join(BITS)}")
     if target.exists():
         raise ConfigError(f"{target}: exists already; name a directory that does not")
-    if not (source / "config.json").is_file():
-        raise ModelError(
-            f"{source}: no config.json; a directory of safetensors is needed (a GGUF file has its own packing)"
-        )
-    config = read_json(source / "config.json")
-    if (scheme := quantization_of(source, config)) is not None:
-        raise ModelError(f"{source}: is quantised already ({scheme.describe()}); give the original weights")
-    files = SafetensorsFiles(source)
-    spec = _spec(source, config, files)
-    open_safetensors(files, spec)  # refuses what is incomplete
-    items = _items(files, spec, form, keep_embeddings)
+    model = open_source(source)
+    items = _items(model.files, model.spec, form, keep_embeddings)
     beside = _place_beside(target)
     try:
-        shards = _write_tensors(files, items, beside, shard_bytes, on_progress, whole_zeros=keep_embeddings)
-        heads = FAMILIES[spec.architecture].names.heads
+        shards = _write_tensors(model.files, items, beside, shard_bytes, on_progress, whole_zeros=keep_embeddings)
+        heads = FAMILIES[model.spec.architecture].names.heads
         settings = quantization_config(items, keep_embeddings, heads)
-        config = {**config, "tie_word_embeddings": spec.tied_head, "quantization_config": settings}
+        config = {**model.config, "tie_word_embeddings": model.spec.tied_head, "quantization_config": settings}
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for path in sorted({p for pattern in COPIED for p in source.glob(pattern) if p.is_file()}):
-            shutil.copyfile(path, beside / path.name)
+        model.write_rest(beside)
         beside.chmod(0o777 & ~_umask())
         beside.rename(target)
     except BaseException:
@@ -120,17 +97,6 @@ def quantize_checkpoint(
         raise
     before, after = (sum(getattr(i, name) for i in items) for name in ("source_bytes", "num_bytes"))
     return Written(target, before, after, sum(i.module is not None for i in items), shards)
-
-
-def _spec(source: Path, config: Any, files: SafetensorsFiles) -> ModelSpec:
-    """The model's spec. Its refusals name the file, and no other code: only the own decoder's models can be written."""
-    try:
-        return spec_from_config(config, head_state(files))
-    except ModelError as error:
-        reason = str(error).removeprefix("config: ").removesuffix(f"; {FALLBACK}")
-        raise ModelError(
-            f"{source / 'config.json'}: {reason}; octavo quantize writes models that its own decoder covers"
-        ) from error
 
 
 def _place_beside(target: Path) -> Path:
@@ -205,7 +171,7 @@ def packed_tensors(weight: QuantizedWeight, *, whole_zeros: bool = False) -> dic
 # -- what becomes of each tensor ---------------------------------------------------------------------------------------
 
 
-def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_embeddings: bool) -> list[_Item]:
+def _items(files: TensorFiles, spec: ModelSpec, form: WeightFormat, keep_embeddings: bool) -> list[_Item]:
     names = FAMILIES[spec.architecture].names
     prefix = names.prefix_in(files.names())
     formats = matrix_formats(spec, form)
@@ -217,10 +183,9 @@ def _items(files: SafetensorsFiles, spec: ModelSpec, form: WeightFormat, keep_em
         assert parts is not None, "open_safetensors refuses what it does not know"
         if parts[0].name == "head.weight" and spec.tied_head and f"{prefix}{names.embedding}.weight" in files:
             continue  # an equal copy of the embedding
-        dtype, shape = files.describe(name)
-        size = prod(shape) * ITEM_BYTES[dtype]
+        shape, size = files.describe(name)[1], files.num_bytes(name)
         if not all(p.name in formats for p in parts) or (keep_embeddings and parts[0].name in EMBEDDINGS):
-            items.append(_Item(name, None, shape, size, size))
+            items.append(_Item(name, None, shape, size, kept_bytes(files, name)))
             continue
         if not name.endswith(".weight") or any(p.change is not None or len(p.index) > 1 for p in parts):
             raise ModelError(
@@ -258,7 +223,7 @@ def _packed_bytes(rows: int, columns: int, form: WeightFormat, *, whole_zeros: b
 
 
 def _write_tensors(
-    files: SafetensorsFiles,
+    files: TensorFiles,
     items: list[_Item],
     directory: Path,
     shard_bytes: int,
@@ -294,10 +259,10 @@ def _write_tensors(
     return len(shards)
 
 
-def _tensors(files: SafetensorsFiles, item: _Item, whole_zeros: bool) -> dict[str, torch.Tensor]:
+def _tensors(files: TensorFiles, item: _Item, whole_zeros: bool) -> dict[str, torch.Tensor]:
     tensor = files.read(item.name)
     if item.module is None or item.form is None:
-        return {item.name: tensor.contiguous()}
+        return {item.name: tensor.to(DTYPES[files.describe(item.name)[0]]).contiguous()}
     try:
         weight = quantize_rows(tensor, item.form.kind, item.form.group_size, whole_zeros=whole_zeros)
     except ConfigError as error:
