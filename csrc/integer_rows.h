@@ -1,9 +1,9 @@
-// Rows of x as 16-bit integers for products with quantised panels. Included by linear_quantized.h.
+// Rows of x as 16-bit integers for products with codes of eight bits. Included by linear_words.h.
 //
 // The inputs of a row are rounded, a span of 256 at a time, to integers of a step of their own (largest / 32767). Sums
 // of a span's products with codes of eight bits fit 32 bits, so they are exact, with twice the products per instruction
-// that floats have. The rounding is 256 times finer than that of eight-bit activations: of the order of 3e-5 of an
-// output, which keeps greedy text.
+// that floats have. The rounding is of the order of 3e-5 of an output: far below that of the codes, which bytes
+// (byte_rows.h) would not be, and the products of two bytes of eight bits do not fit 16.
 //
 // Knows nothing of panels but how many units share a scale (`fold`).
 #pragma once
@@ -18,11 +18,10 @@ using octavo::kUnit;
 constexpr int64_t kSpanUnits = 8, kSpan = kSpanUnits * kUnit;  // 256 * 128 * 32767 < 2^31
 
 // codes [spans][rows][kSpan]: the rows of a tile lie together, whatever k is (rows a power of two apart would share
-// cache sets); steps [rows][spans]; sums, float_sums [rows][folds].
+// cache sets); steps [rows][spans]; sums of the codes of a fold [rows][folds].
 struct IntegerRows {
   int16_t* codes;
-  float *steps, *float_sums;  // step of a span; `sums` as floats
-  int32_t* sums;              // of the codes of a fold
+  float *steps, *sums;
   int64_t rows, units, spans, fold, folds;  // fold: units whose products are one sum of integers, a divisor of a span
 
   const int16_t* at(int64_t row, int64_t span) const { return codes + (span * rows + row) * kSpan; }
@@ -70,15 +69,14 @@ void integer_span(const float* x, int64_t count, const IntegerRows& to, int64_t 
   const bool finite = bits < 0x7F800000, some = finite && largest > 1e-30f;
   const int64_t first = span * kSpanUnits;
   int16_t* codes = to.codes + (span * to.rows + row) * kSpan;
-  int32_t* sums = to.sums + row * to.folds + first / to.fold;
-  float* float_sums = to.float_sums + row * to.folds + first / to.fold;
+  float* sums = to.sums + row * to.folds + first / to.fold;
   to.steps[row * to.spans + span] = some ? largest / 32767.0f : finite ? 0 : __builtin_nanf("");  // NaN: the whole row
   if (!some) memset(codes, 0, (size_t)(count * kUnit) * sizeof *codes);
   for (int64_t u = 0; u < count; u += to.fold) {
     int32_t sum = 0;
     for (int64_t i = u; some && i < least(count, u + to.fold); ++i)
       sum += put_unit_codes(x + i * kUnit, 32767.0f / largest, codes + i * kUnit);
-    *sums++ = sum, *float_sums++ = (float)sum;
+    *sums++ = (float)sum;
   }
 }
 
@@ -103,11 +101,10 @@ void* integer_rows(const LinearArgs& a, int64_t group_units, IntegerRows& to) {
   to.rows = a.m, to.units = octavo::units_of(a.k);
   to.fold = fold_of(group_units, to.units), to.folds = (to.units + to.fold - 1) / to.fold;
   to.spans = (to.units + kSpanUnits - 1) / kSpanUnits;
-  char* memory = (char*)malloc((size_t)(a.m * (to.spans * (kSpan * 2 + 4) + to.folds * 8)) + 64);
+  char* memory = (char*)malloc((size_t)(a.m * (to.spans * (kSpan * 2 + 4) + to.folds * 4)) + 64);
   if (!memory) return nullptr;
   to.codes = (int16_t*)(((uintptr_t)memory + 63) / 64 * 64);
-  to.steps = (float*)(to.codes + a.m * to.spans * kSpan), to.float_sums = to.steps + a.m * to.spans;
-  to.sums = (int32_t*)(to.float_sums + a.m * to.folds);
+  to.steps = (float*)(to.codes + a.m * to.spans * kSpan), to.sums = to.steps + a.m * to.spans;
 #pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)
   for (int64_t r = 0; r < a.m; ++r) {
     switch (a.x_type) {

@@ -36,9 +36,9 @@ struct Best {
 //
 //   panel:  header of group 0, its units, header of group 1, …   (the last group may have fewer units)
 //   unit:   bits 8: [16 pairs of inputs][16 outputs][2]  int8
-//           else:   [4 quads of pairs][16 outputs][2] 16-bit words, nibble i of a word: the low four bits for pair i,
-//                   then the higher bits: bits 5: [16][2] words, bit p of a word for pair p; bits 6: two blocks of
-//                   [16][2] words, the two bits at 2i of block b for pair 8b + i
+//           else:   [4][16 outputs][4] bytes, of which byte [b][j][i] holds inputs 4b + i (low four bits) and 16 + 4b + i;
+//                   then the higher bits: bits 5: [16][4] bytes, bit q of byte [j][i] for input 4q + i; bits 6: two
+//                   blocks of [16][4] bytes, the two bits at 2q of block b for input 16b + 4q + i
 //   header: half       f16 scale[16]                                    value = scale * (code - middle)
 //           half_zero  f16 scale[16], u8 zero[16]                       value = scale * (code - zero)
 //           half_fine  f16 scale[16], u8 zero[16]                       value = scale * (code - zero / 16)
@@ -93,7 +93,7 @@ inline constexpr int64_t kFewRows = 48;  // up to this many rows, weights go fro
 inline constexpr int64_t panels_of_a_run(int64_t m, int64_t k, DType weight_type) {
   if (m > kFewRows) return 8;
   const int64_t chunk = (int64_t{128} << 10) / (k * kPanel * element_size(weight_type)) & ~int64_t{3};
-  return chunk < 4 ? 4 : chunk;  // a multiple of the panels of a register tile
+  return chunk < 4 ? 4 : chunk;  // matrix tiles (AMX) take several panels at once, other products one after the other
 }
 inline int64_t argmax_runs(int64_t m, int64_t n, int64_t k, DType weight_type) {
   const int64_t panels = (n + kPanel - 1) / kPanel, run = panels_of_a_run(m, k, weight_type);

@@ -1,5 +1,5 @@
 // Quantised panels (layout in kernels.h): putting a row's codes and scales into their places, reading rows back, and
-// unpacking units into 16-bit pairs for products. Included by each instruction set's file.
+// unpacking units for products. Included by each instruction set's file.
 #pragma once
 
 #include "kernels.h"
@@ -13,10 +13,8 @@ using octavo::kUnit;
 using octavo::QuantizedFormat;
 using octavo::Scales;
 
-typedef uint16_t vecw __attribute__((vector_size(sizeof(vec))));  // 16-bit words: pairs of codes
+typedef uint16_t vecw __attribute__((vector_size(sizeof(vec))));  // 16-bit words
 
-template <int Bits>
-constexpr int kMiddle = Bits == 4 ? 8 : Bits == 5 ? 16 : 0;
 OCTAVO_INLINE int middle_of(int bits) { return bits == 4 ? 8 : bits == 5 ? 16 : 0; }
 
 OCTAVO_INLINE int64_t group_bytes(const QuantizedFormat& f) {
@@ -25,39 +23,23 @@ OCTAVO_INLINE int64_t group_bytes(const QuantizedFormat& f) {
 
 // ---- One row in, one row out ----------------------------------------------------------------------------------------
 
-OCTAVO_INLINE void put_word(uint8_t* at, unsigned word) {
-  const uint16_t w = (uint16_t)word;
-  memcpy(at, &w, 2);
-}
-OCTAVO_INLINE unsigned word_at(const uint8_t* at) {
-  uint16_t w;
-  memcpy(&w, at, 2);
-  return w;
-}
-
 // 32 codes of output j into their places in a unit.
 OCTAVO_INLINE void put_unit(uint8_t* unit, int bits, int64_t j, const uint8_t* c) {
   if (bits == 8) {
     for (int p = 0; p < 16; ++p) unit[p * 32 + 2 * j] = c[2 * p], unit[p * 32 + 2 * j + 1] = c[2 * p + 1];
     return;
   }
-  for (int e = 0; e < 2; ++e, ++c) {
-    uint8_t* at = unit + (2 * j + e) * 2;
-    for (int q = 0; q < 4; ++q) {
-      unsigned word = 0;
-      for (int i = 0; i < 4; ++i) word |= (unsigned)(c[8 * q + 2 * i] & 15) << 4 * i;
-      put_word(at + q * 64, word);
-    }
+  uint8_t* at = unit + 4 * j;
+  for (int i = 0; i < 16; ++i) at[i / 4 * 64 + i % 4] = (uint8_t)((c[i] & 15) | c[i + 16] << 4);
+  for (int i = 0; i < 4 && bits == 5; ++i) {
     unsigned high = 0;
-    if (bits == 5) {
-      for (int p = 0; p < 16; ++p) high |= (unsigned)(c[2 * p] >> 4 & 1) << p;
-      put_word(at + 256, high);
-    } else if (bits == 6) {
-      for (int b = 0; b < 2; ++b, high = 0) {
-        for (int p = 0; p < 8; ++p) high |= (unsigned)(c[16 * b + 2 * p] >> 4 & 3) << 2 * p;
-        put_word(at + 256 + b * 64, high);
-      }
-    }
+    for (int q = 0; q < 8; ++q) high |= (unsigned)(c[4 * q + i] >> 4 & 1) << q;
+    at[256 + i] = (uint8_t)high;
+  }
+  for (int i = 0; i < 8 && bits == 6; ++i) {
+    unsigned high = 0;
+    for (int q = 0; q < 4; ++q) high |= (unsigned)(c[i / 4 * 16 + 4 * q + i % 4] >> 4 & 3) << 2 * q;
+    at[256 + i / 4 * 64 + i % 4] = (uint8_t)high;
   }
 }
 
@@ -66,14 +48,13 @@ OCTAVO_INLINE void get_unit(const uint8_t* unit, int bits, int64_t j, uint8_t* c
     for (int p = 0; p < 16; ++p) c[2 * p] = unit[p * 32 + 2 * j], c[2 * p + 1] = unit[p * 32 + 2 * j + 1];
     return;
   }
-  for (int e = 0; e < 2; ++e, ++c) {
-    const uint8_t* at = unit + (2 * j + e) * 2;
-    for (int p = 0; p < 16; ++p) {
-      unsigned code = word_at(at + p / 4 * 64) >> p % 4 * 4 & 15;
-      if (bits == 5) code |= (word_at(at + 256) >> p & 1) << 4;
-      if (bits == 6) code |= (word_at(at + 256 + p / 8 * 64) >> p % 8 * 2 & 3) << 4;
-      c[2 * p] = (uint8_t)code;
-    }
+  const uint8_t* at = unit + 4 * j;
+  for (int i = 0; i < kUnit; ++i) {
+    const int quad = i / 4;
+    unsigned code = at[quad % 4 * 64 + i % 4] >> quad / 4 * 4 & 15;
+    if (bits == 5) code |= (at[256 + i % 4] >> quad & 1) << 4;
+    if (bits == 6) code |= (at[256 + quad / 4 * 64 + i % 4] >> quad % 4 * 2 & 3) << 4;
+    c[i] = (uint8_t)code;
   }
 }
 
@@ -171,7 +152,7 @@ void unpack_codes(const void* panels, const QuantizedFormat& f, int64_t k, const
   free(wide);
 }
 
-// ---- Units as 16-bit pairs ------------------------------------------------------------------------------------------
+// ---- Units in registers ---------------------------------------------------------------------------------------------
 
 OCTAVO_INLINE vecw words_at(const uint8_t* p) {
   vecw v;
@@ -192,23 +173,26 @@ OCTAVO_INLINE vecw widen_bytes(const uint8_t* p) {
 #endif
 }
 
-// Pair P of a unit, part V of the panel: codes as signed 16-bit words, two inputs of an output side by side.
-template <int Bits, bool Centred, int P>
+// Pair P of a unit of eight-bit codes, part v of the panel: signed 16-bit words, two inputs of an output side by side.
+template <int P>
 OCTAVO_INLINE veci pair_codes(const uint8_t* unit, int v) {
+  return (veci)widen_bytes(unit + P * 32 + v * ((int)sizeof(vec) / 2));
+}
+
+// Four Q of a unit of narrower codes: unsigned bytes, four inputs of an output side by side.
+template <int Bits, int Q>
+OCTAVO_INLINE veci quad_codes(const uint8_t* unit, int v) {
   constexpr int kBytes = sizeof(vec);
-  if constexpr (Bits == 8) return (veci)widen_bytes(unit + P * 32 + v * (kBytes / 2));
-  vecw w = words_at(unit + P / 4 * 64 + v * kBytes) >> (P % 4 * 4);
-  if constexpr (P % 4 != 3) w &= (uint16_t)15;
+  vecw w = words_at(unit + Q % 4 * 64 + v * kBytes) >> (Q / 4 * 4) & (uint16_t)0x0F0F;
   if constexpr (Bits == 5) {
     const vecw high = words_at(unit + 256 + v * kBytes);
-    w |= (P < 4 ? high << (P < 4 ? 4 - P : 0) : high >> (P < 4 ? 0 : P - 4)) & (uint16_t)16;
+    w |= (Q < 4 ? high << (Q < 4 ? 4 - Q : 0) : high >> (Q < 4 ? 0 : Q - 4)) & (uint16_t)0x1010;
   }
   if constexpr (Bits == 6) {
-    constexpr int kAt = P % 8 * 2;
-    const vecw high = words_at(unit + 256 + P / 8 * 64 + v * kBytes);
-    w |= (kAt < 4 ? high << (kAt < 4 ? 4 - kAt : 0) : high >> (kAt < 4 ? 0 : kAt - 4)) & (uint16_t)48;
+    constexpr int kAt = Q % 4 * 2;
+    const vecw high = words_at(unit + 256 + Q / 4 * 64 + v * kBytes);
+    w |= (kAt < 4 ? high << (kAt < 4 ? 4 - kAt : 0) : high >> (kAt < 4 ? 0 : kAt - 4)) & (uint16_t)0x3030;
   }
-  if constexpr (Centred) w -= (uint16_t)32;
   return (veci)w;
 }
 
@@ -223,55 +207,51 @@ OCTAVO_INLINE f8 eight_bytes(const uint8_t* p) {
   return r;
 #endif
 }
-OCTAVO_INLINE f8 eight_signed(const uint8_t* p) {
-#if defined(__AVX2__)
-  return (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-#else
-  f8 r;
-  for (int i = 0; i < 8; ++i) r[i] = (float)(int8_t)p[i];
-  return r;
-#endif
-}
 #if defined(OCTAVO_WIDE)
 OCTAVO_INLINE vec bytes_at(const uint8_t* p, int) { return Halves{.half = {eight_bytes(p), eight_bytes(p + 8)}}.whole; }
-OCTAVO_INLINE vec signed_at(const uint8_t* p, int) { return Halves{.half = {eight_signed(p), eight_signed(p + 8)}}.whole; }
 #else
 OCTAVO_INLINE vec bytes_at(const uint8_t* p, int v) { return eight_bytes(p + 8 * v); }
-OCTAVO_INLINE vec signed_at(const uint8_t* p, int v) { return eight_signed(p + 8 * v); }
 #endif
 
-// Factor of unit `sub` of a group (half `h` of it for k_signed), and what is subtracted per unit of summed inputs.
+// Middle of the codes as products take them, left out of a sum from its start; what zeros are beyond it is an offset.
+template <int Bits, Scales S>
+constexpr int kCentre = Bits == 6 ? 32 : Bits == 5 ? 16 : Bits == 4 && (S == Scales::half || S == Scales::wide) ? 8 : 0;
+
+// Factor of unit `sub` of a group (k_signed: the group's, without that of half a unit).
 template <Scales S>
-OCTAVO_INLINE vec factor_at(const uint8_t* header, int64_t sub, int h, int v) {
-  if constexpr (S == Scales::half || S == Scales::half_zero || S == Scales::half_fine) return halves_at(header, v);
+OCTAVO_INLINE vec factor_at(const uint8_t* header, int64_t sub, int v) {
   if constexpr (S == Scales::wide || S == Scales::wide_zero) return load_wide((const float*)header + v * kLanes);
   if constexpr (S == Scales::k_min) return halves_at(header, v) * bytes_at(header + 64 + sub * 16, v);
-  return halves_at(header, v) * signed_at(header + 32 + (2 * sub + h) * 16, v);
+  return halves_at(header, v);
 }
+
+// What is subtracted per unit of summed inputs.
 template <Scales S>
+constexpr bool kHasOffset = S != Scales::half && S != Scales::wide && S != Scales::k_signed;
+template <int Bits, Scales S>
 OCTAVO_INLINE vec offset_at(const uint8_t* header, int64_t sub, int v) {
+  if constexpr (S == Scales::half_zero) return halves_at(header, v) * bytes_at(header + 32, v);
   if constexpr (S == Scales::half_fine)
     return halves_at(header, v) * (bytes_at(header + 32, v) * splat_wide(1.0f / 16));
   if constexpr (S == Scales::wide_zero)
     return load_wide((const float*)header + v * kLanes) * load_wide((const float*)(header + 64) + v * kLanes);
-  return halves_at(header + 32, v) * bytes_at(header + 192 + sub * 16, v);  // k_min
+  const vec low = halves_at(header + 32, v) * bytes_at(header + 192 + sub * 16, v);  // k_min
+  if constexpr (kCentre<Bits, S> == 0) return low;
+  return low - factor_at<S>(header, sub, v) * splat_wide(kCentre<Bits, S>);
 }
-template <Scales S>
-constexpr bool kHasOffset = S == Scales::half_fine || S == Scales::wide_zero || S == Scales::k_min;  // others: integers
-template <int Bits, Scales S>
-constexpr bool kHasMiddle = kMiddle<Bits> != 0 && (S == Scales::half || S == Scales::wide);
 
-// Sixteen bytes of a header as integers, the part v of them.
-OCTAVO_INLINE veci whole_bytes_at(const uint8_t* p, int v) {
+// k_signed: the factors of half `h` of unit `sub`, twice in a lane, as 16-bit integers.
+OCTAVO_INLINE veci half_factors_at(const uint8_t* header, int64_t sub, int h, int v) {
+  const uint8_t* p = header + 32 + (2 * sub + h) * 16 + v * kLanes;
 #if defined(__AVX512F__) && defined(OCTAVO_WIDE)
-  return (veci)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + kLanes * v)));
+  const veci w = (veci)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__) && !defined(OCTAVO_WIDE)
-  return (veci)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * v)));
+  const veci w = (veci)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
-  veci r;
-  for (int i = 0; i < kLanes; ++i) r[i] = p[kLanes * v + i];
-  return r;
+  veci w;
+  for (int i = 0; i < kLanes; ++i) w[i] = (int8_t)p[i];
 #endif
+  return (w & 0xFFFF) | w << 16;
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ import torch
 
 from helpers.dense_attention import greedy, run_chunks
 from helpers.gguf_export import write_gguf
+from helpers.rounded_inputs import RoundedOps
 from helpers.tiny_models import tiny_config, tiny_oracle, write_tiny
 from octavo import LLM, SamplingParams
 from octavo.bench import weights
@@ -85,6 +86,25 @@ def weights_of(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     return spec, taken
 
 
+def assert_same(found: Decoder, right: Decoder, rounded: Decoder | None) -> torch.Tensor:
+    """Logits and text of `right`; where inputs are rounded to 8 bits, those of `rounded`, which rounds them too.
+
+    That moves the logits of these models by up to a tenth, but both alike: where a last bit of float32 makes another
+    integer of an input, they differ by less. Returns the logits found.
+    """
+    expected, logits = run_chunks(right, IDS, 40), run_chunks(found, IDS, 40)
+    off = float((logits - expected).norm() / expected.norm())
+    if rounded is None:
+        assert off < ROUNDING
+    else:
+        nearer = run_chunks(rounded, IDS, 40)
+        moved = float((nearer - expected).norm() / expected.norm())
+        assert 1e-3 < moved < 0.2 and off < 0.2
+        assert float((logits - nearer).norm() / expected.norm()) < 0.5 * moved
+    assert greedy(found, IDS, 24) == greedy(rounded or right, IDS, 24)
+    return logits
+
+
 @pytest.mark.parametrize("text", ["int8", "int4", "int4:128:pure"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ops", [pytest.param("native", marks=native_only), "torch"])
@@ -97,9 +117,8 @@ def test_text_and_logits_are_those_of_the_same_numbers(
     with_codes = Weights(source, formats, codes=True)
     used: Ops = cpu.make_ops(torch.float32) if ops == "native" else TorchOps()
     found = Decoder(spec, with_codes, used, torch.float32)
-    expected, logits = run_chunks(right, IDS, 40), run_chunks(found, IDS, 40)
-    assert float((logits - expected).norm() / expected.norm()) < ROUNDING
-    assert greedy(found, IDS, 24) == greedy(right, IDS, 24)
+    narrow = ops == "native" and text != "int8"
+    assert_same(found, right, Decoder(spec, with_codes, RoundedOps(), torch.float32) if narrow else None)
 
 
 @pytest.mark.parametrize("text", ["int8", "int4"])
@@ -113,9 +132,10 @@ def test_quantising_at_load_gives_the_same_model(models: dict[str, Path], family
     right = Decoder(spec, Weights(source, formats, codes=False), TorchOps(), torch.float32)
     used = cpu.make_ops(torch.float32, format) if ops == "native" else TorchOps(format)
     found = load(models[family], used)
-    expected, logits = run_chunks(right, IDS, 40), run_chunks(found, IDS, 40)
-    assert float((logits - expected).norm() / expected.norm()) < ROUNDING
-    assert greedy(found, IDS, 24) == greedy(right, IDS, 24)
+    with_codes = Weights(source, formats, codes=True)
+    narrow = ops == "native" and text != "int8"
+    rounded = Decoder(spec, with_codes, RoundedOps(), torch.float32) if narrow else None
+    logits = assert_same(found, right, rounded)
     plain = run_chunks(load(models[family], TorchOps()), IDS, 40)
     assert 1e-4 < float((logits - plain).norm() / plain.norm()) < (0.3 if text == "int8" else 1)  # it was quantised
 
@@ -152,12 +172,11 @@ def test_a_gguf_file_keeps_its_own_blocks(tmp_path: Path, kind: str) -> None:
     path = write_gguf(tiny_oracle(tiny_config("gemma3", **settings)), tmp_path / "m.gguf", kind)
     right = load(path, TorchOps())
     found = load(path, cpu.make_ops(torch.float32, WeightFormat("gguf")), quantization="gguf")
-    expected, logits = run_chunks(right, IDS, 40), run_chunks(found, IDS, 40)
-    assert float((logits - expected).norm() / expected.norm()) < ROUNDING
-    assert greedy(found, IDS, 24) == greedy(right, IDS, 24)
+    assert_same(found, right, load(path, RoundedOps(4)) if kind == "q4_0" else None)
     assert found.weight_bytes < path.stat().st_size * 1.1 < right.weight_bytes
     # Quantised anew, from what the blocks stand for.
     other = load(path, cpu.make_ops(torch.float32, WeightFormat("int8")))
+    expected = run_chunks(right, IDS, 40)
     assert float((run_chunks(other, IDS, 40) - expected).norm() / expected.norm()) < 0.3
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cpu.test_native_loading import NUMBER, stored_bytes
 from cpu.test_quantized_weights import random_quantized, random_weight
 from helpers.native_support import instruction_sets, instructions, threads
+from helpers.rounded_inputs import rounded_inputs
 from octavo.core.weight_format import WeightFormat, parse_weight_format
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
+from octavo.kernels.cpu.ops import NativeLinear
 from octavo.kernels.ops import StoredRows
 from octavo.kernels.quantized_weights import JoinedLinear, QuantizedWeight, quantize_rows
 from octavo.models.gguf_types import dequantize
@@ -57,18 +60,40 @@ def inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
     return x
 
 
-def close(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Each input may be off by half a step (the largest of its 256 / 32767), each sum by float32's rounding."""
-    exact = x.double() @ values.double().T
+def close(
+    found: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bits: int | None, bias: torch.Tensor | None = None
+) -> None:
+    """The product with inputs rounded for weights of `bits` bits (None: left as they are), but for float32's rounding:
+    of products with codes before zeros are taken off, which may be as large as the largest of 32 for each.
+    """
+    rounded = x.double() if bits is None else rounded_inputs(x, bits)
+    exact = rounded @ values.double().T
     if bias is not None:
         exact = exact + bias
-    spans = [slice(at, at + 256) for at in range(0, x.shape[1], 256)]
-    steps = torch.stack([x[:, s].abs().amax(1) / 32767 for s in spans], 1).double()
-    sizes = torch.stack([values[:, s].abs().sum(1) for s in spans], 1).double()
-    bound = 0.501 * steps @ sizes.T + 2e-6 * (x.abs().double() @ values.abs().double().T) + 1e-6 * exact.abs()
+    units = F.pad(values.abs(), (0, -values.shape[1] % 32)).unflatten(1, (-1, 32))
+    largest = units.amax(2, keepdim=True).expand_as(units).flatten(1)[:, : values.shape[1]]
+    sizes = 2e-6 * values.abs().double() + 5e-7 * largest.double()
+    bound = rounded.abs() @ sizes.T + 1e-6 * exact.abs()
     error = (found.double() - exact).abs()
     assert not found.isnan().any()
     assert bool((error <= bound).all()), float((error / bound).max())
+
+
+def loaded_blocks(kind: str, columns: int, counts: Sequence[int], raws: Sequence[np.ndarray]) -> NativeLinear:
+    """Parts of a file, `counts` rows each, in panels."""
+    parts = []
+    for raw, rows in zip(raws, counts, strict=True):
+        area = mmap.mmap(-1, len(raw))
+        area.write(raw.tobytes())
+        address = np.frombuffer(area, dtype=np.uint8).ctypes.data
+        parts.append(StoredRows(address, NUMBER[kind], rows, columns, area))
+    ops = cpu.NativeOps(torch.bfloat16, WeightFormat("gguf"))
+    queue = ops.load_queue()
+    linear = ops.queued_linear(queue, parts)
+    queue.run(True)
+    queue.check()
+    assert isinstance(linear, NativeLinear)
+    return linear
 
 
 @pytest.mark.parametrize(("kind", "zeros", "halves"), FORMATS)
@@ -82,9 +107,9 @@ def test_products_rows_and_the_largest(isa: str, kind: str, zeros: bool | str, h
         values = weight.dequantize()
         bias = torch.linspace(-3, 3, n)
         linear = cpu.NativeOps().quantized_linear([weight], bias)
-        assert isinstance(linear, cpu.ops.NativeLinear)
+        assert isinstance(linear, NativeLinear)
         x = inputs(m, k, m)
-        close(linear(x), x, values, bias)
+        close(linear(x), x, values, weight.bits, bias)
         assert torch.equal(linear.rows(torch.arange(n)), values)
         ids, best = linear.argmax(x)
         full = linear(x)
@@ -97,26 +122,38 @@ def test_products_rows_and_the_largest(isa: str, kind: str, zeros: bool | str, h
 def test_blocks_of_a_file_keep_their_numbers_and_their_size(isa: str, kind: str) -> None:
     columns, counts = 512, (40, 7, 70)
     raws = [stored_bytes(kind, (rows, columns), seed) for seed, rows in enumerate(counts)]
-    maps = [mmap.mmap(-1, len(raw)) for raw in raws]
-    parts = []
-    for area, raw, rows in zip(maps, raws, counts, strict=True):
-        area.write(raw.tobytes())
-        address = np.frombuffer(area, dtype=np.uint8).ctypes.data
-        parts.append(StoredRows(address, NUMBER[kind], rows, columns, area))
-    ops = cpu.NativeOps(torch.bfloat16, WeightFormat("gguf"))
-    queue = ops.load_queue()
-    linear = ops.queued_linear(queue, parts)
-    queue.run(True)
-    queue.check()
+    linear = loaded_blocks(kind, columns, counts, raws)
     values = torch.cat(
         [dequantize(raw, NUMBER[kind], (rows, columns), torch.float32) for raw, rows in zip(raws, counts, strict=True)]
     )
-    assert torch.equal(linear.rows(torch.arange(sum(counts))), values)  # type: ignore[attr-defined]
+    assert torch.equal(linear.rows(torch.arange(sum(counts))), values)
     for m in (1, 6, 20):
         x = inputs(m, columns, m)
-        close(linear(x), x, values)
+        close(linear(x), x, values, 8 if kind == "Q8_0" else 4)
     padded = -(-sum(counts) // 16) * 16 / sum(counts)
     assert linear.nbytes <= 1.03 * padded * sum(len(raw) for raw in raws)
+
+
+#: Where the codes of a block lie; the rest are scales.
+CODES = {"Q4_0": (2, 18), "Q5_0": (2, 22), "Q8_0": (2, 34), "Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_largest_sums_fit(isa: str, kind: str) -> None:
+    """Codes at both ends of their range, inputs at both ends of theirs, in every pattern that adds up."""
+    columns, fills = 512, (0x00, 0xFF, 0x0F, 0xF0, 0x33, 0x80)
+    raw = np.concatenate([stored_bytes(kind, (4, columns), 3) for _ in fills])
+    blocks = raw.reshape(len(fills), -1, CODES[kind][1] + (18 if kind == "Q6_K" else 0))
+    for fill, rows in zip(fills, blocks, strict=True):
+        rows[:, slice(*CODES[kind])] = fill
+    values = dequantize(raw, NUMBER[kind], (4 * len(fills), columns), torch.float32)
+    linear = loaded_blocks(kind, columns, [4 * len(fills)], [raw])
+    signs = [[1], [-1], [1, -1], [1, 1, -1, -1], [1, 1, 1, 1, -1, -1, -1, -1], [1] * 16 + [-1] * 16]
+    x = torch.tensor([(row * columns)[:columns] for row in signs]).float() * 127
+    for m in (1, len(signs)):
+        close(linear(x[:m]), x[:m], values, 8 if kind == "Q8_0" else 4)
+    found = torch.cat([linear(row[None]) for row in x])
+    assert torch.equal(found, linear(x))
 
 
 def test_parts_of_different_types_keep_them_side_by_side(isa: str) -> None:
@@ -135,7 +172,9 @@ def test_parts_of_different_types_keep_them_side_by_side(isa: str) -> None:
     queue.run(True)
     assert isinstance(linear, JoinedLinear)
     x = inputs(3, 256, 1)
-    close(linear(x), x, torch.cat(values), bias)
+    found = linear(x)
+    close(found[:, :72], x, torch.cat(values[:3]), 4, bias[:72])
+    close(found[:, 72:], x, values[3], None, bias[72:])
     assert linear.nbytes < 24 * 256 * (4 * 2 + 4) * 1.1  # of it 24 x 256 floats
 
 
@@ -152,7 +191,7 @@ def test_quantising_at_load_is_the_definition(isa: str, text: str, columns: int)
     found = linear.rows(torch.arange(37))  # type: ignore[attr-defined]
     assert torch.equal(found, expected.dequantize())
     x = inputs(4, columns, 3)
-    close(linear(x), x, found)
+    close(linear(x), x, found, expected.bits)
 
 
 def test_numbers_that_are_not_finite_stop_the_load(isa: str) -> None:
@@ -187,16 +226,18 @@ def test_outputs_are_written_whole_and_nothing_beside_them(isa: str) -> None:
     assert torch.equal(linear(x.repeat(1, 2)[:, :96]), linear(x))  # rows with a stride
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_inputs_and_outputs_in_half_precision(isa: str, dtype: torch.dtype) -> None:
-    weight = sample("int8", False, False, 40, 64, 64, seed=7)
+def test_inputs_and_outputs_in_half_precision(isa: str, dtype: torch.dtype, kind: str) -> None:
+    weight = sample(kind, False, False, 40, 64, 64, seed=7)
     linear = cpu.NativeOps().quantized_linear([weight])
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
     assert torch.equal(linear(x), linear(x.float()).to(dtype))
 
 
-def test_what_is_not_finite_shows_in_its_row_only(isa: str) -> None:
-    weight = sample("int8", False, True, 40, 96, 32, seed=8)
+@pytest.mark.parametrize(("kind", "zeros"), [("int8", False), ("int4", False), ("int4", "fine")])
+def test_what_is_not_finite_shows_in_its_row_only(isa: str, kind: str, zeros: bool | str) -> None:
+    weight = sample(kind, zeros, True, 40, 96, 32, seed=8)
     linear = cpu.NativeOps().quantized_linear([weight])
     x = inputs(4, 96, 8)
     broken = x.clone()
@@ -214,11 +255,15 @@ def test_act_order_and_groups_that_cut_units(isa: str) -> None:
     ordered = QuantizedWeight("int4", plain.codes, plain.scales, plain.zeros, 32, order)
     odd = sample("int4", True, True, 24, 96, 16, seed=10)  # through torch, exactly
     x = inputs(3, 96, 9)
+    in_order = x[:, order]  # what the rounding of inputs sees
+    linear = cpu.NativeOps().quantized_linear([ordered])
+    close(linear(x), in_order, plain.dequantize(), 4)
+    close(cpu.NativeOps().quantized_linear([odd])(x), x, odd.dequantize(), None)
     for weight in (ordered, odd):
         linear = cpu.NativeOps().quantized_linear([weight])
-        close(linear(x), x, weight.dequantize())
         rows = linear.rows(torch.tensor([3, 20]))  # type: ignore[attr-defined]
         assert torch.equal(rows, weight.dequantize()[[3, 20]])
-    joined = cpu.NativeOps().quantized_linear([plain, ordered], torch.arange(48.0))
-    values = torch.cat([plain.dequantize(), ordered.dequantize()])
-    close(joined(x), x, values, torch.arange(48.0))
+    bias = torch.arange(48.0)
+    found = cpu.NativeOps().quantized_linear([plain, ordered], bias)(x)
+    close(found[:, :24], x, plain.dequantize(), 4, bias[:24])
+    close(found[:, 24:], in_order, plain.dequantize(), 4, bias[24:])

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from helpers import quantized_files as qf
 from helpers.dense_attention import greedy, run_chunks
+from helpers.rounded_inputs import RoundedOps
 from helpers.tiny_models import oracle_greedy, oracle_logits, write_tiny
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
-from octavo.kernels.ops import TorchOps
+from octavo.kernels import cpu
+from octavo.kernels.ops import Ops, TorchOps
 from octavo.models.load import LoadedModel, load_model
 from octavo.models.quantized_files import find_packed, read_scheme
 from octavo.models.safetensors_loader import SafetensorsFiles
@@ -31,9 +33,9 @@ pack_sym, pack_asym = (partial(qf.pack_quantized, symmetric=s) for s in (True, F
 LAYER0 = "model.layers.0."
 
 
-def load(path: Path, **settings: Any) -> LoadedModel:
+def load(path: Path, ops: Ops | None = None, **settings: Any) -> LoadedModel:
     config = EngineConfig(model=str(path), skip_tokenizer_init=True, **settings)
-    return load_model(config, dtype=torch.float32, device="cpu", ops=TorchOps())
+    return load_model(config, dtype=torch.float32, device="cpu", ops=ops or TorchOps())
 
 
 def assert_equal(path: Path, oracle: Any) -> None:
@@ -229,7 +231,9 @@ def test_the_library_unpacks_the_same(bits: int, size: int | None, symmetric: bo
 @pytest.mark.parametrize("family", ["qwen3-tied", "gemma3"])
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
 def test_through_the_engine(method: str, family: str, tmp_path: Path) -> None:
-    """Blocks, batches and the fastest kernels there are write the float model's greedy text."""
+    """Blocks and batches write the float model's greedy text, and so do the fastest kernels there are, but that those
+    round the inputs of four-bit weights.
+    """
     if method == "awq":
         oracle = qf.write_quantized(family, tmp_path, qf.awq_config(), round_int4, qf.awq, intermediate_size=128)
     elif method == "gptq":
@@ -238,11 +242,19 @@ def test_through_the_engine(method: str, family: str, tmp_path: Path) -> None:
     else:
         config = qf.ct_config(qf.ct_weights(8, None), targets=("Linear", "Embedding"))
         oracle = qf.write_quantized(family, tmp_path, config, round_int8, pack_sym, chosen=lambda m: True)
-    llm = LLM(str(tmp_path), dtype="float32", num_blocks=64, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [IDS, IDS[::-1] * 2]
-    found = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
-    assert [list(ids) for ids in found] == [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
+    texts = {}
+    for backend in ("reference", "auto"):
+        llm = LLM(str(tmp_path), dtype="float32", num_blocks=64, max_model_len=64, attention_backend=backend)
+        texts[backend] = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
+    exact = [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
+    assert texts["reference"] == exact
+    if method == "compressed-tensors" or cpu.why_unavailable():
+        assert texts["auto"] == exact
+    else:
+        rounded = load(tmp_path, RoundedOps()).decoder
+        assert texts["auto"] == [greedy(rounded, prompt, 12) for prompt in prompts]
     held = llm._live().hardware["weight_bytes"]
     assert held < 0.5 * sum(4 * p.numel() for p in oracle.parameters())
 

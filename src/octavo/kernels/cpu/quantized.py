@@ -1,8 +1,9 @@
 """Quantised weights in the native kernels: which panels a weight goes into, and the products over them.
 
 csrc/kernels.h has the layout. Panels hold exactly the numbers of the weight they were made from; a product computes
-with those and with activations in 16 bits, a step per 256 inputs (csrc/integer_rows.h), about 3e-5 from float32. It
-knows neither files nor models.
+with those and with rounded inputs: of 16 bits with a step per 256 for weights of eight bits (csrc/integer_rows.h),
+about 3e-5 from float32; of 8 bits with a step per 32 for narrower ones (csrc/byte_rows.h), whose own rounding is many
+times that of such inputs. It knows neither files nor models.
 """
 
 from __future__ import annotations
