@@ -158,10 +158,9 @@ void rotary(const RotaryArgs& a) {
 OCTAVO_INLINE f8 activate(f8 x, Activation kind) {
   const f8 one = splat(1.0f);
   if (kind == Activation::silu) return x / (one + exp8(splat(0.0f) - x));
-  const f8 half = splat(0.5f) * x;
-  if (kind == Activation::gelu) return half * (one + erf8(x * splat(0.70710678118654752f)));
-  const f8 inner = splat(0.79788456080286536f) * fma(splat(0.044715f) * x * x, x, x);
-  return half * (one + tanh8(inner));
+  if (kind == Activation::gelu) return splat(0.5f) * x * (one + erf8(x * splat(0.70710678118654752f)));
+  // (1 + tanh u) / 2 = 1 / (1 + e^(-2u)): half the work, and no cancellation where tanh comes close to -1.
+  return x / (one + exp8(splat(-2.0f * 0.79788456080286536f) * fma(splat(0.044715f) * x * x, x, x)));
 }
 
 template <class T>
