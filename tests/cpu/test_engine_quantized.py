@@ -15,7 +15,6 @@ from helpers.gguf_export import write_gguf
 from helpers.rounded_inputs import RoundedOps
 from helpers.tiny_models import tiny_config, tiny_oracle, write_tiny
 from octavo import LLM, SamplingParams
-from octavo.bench import weights
 from octavo.cli.main import main
 from octavo.config import make_config
 from octavo.core.weight_format import WeightFormat, parse_weight_format
@@ -90,18 +89,20 @@ def assert_same(found: Decoder, right: Decoder, rounded: Decoder | None) -> torc
     """Logits and text of `right`; where inputs are rounded to 8 bits, those of `rounded`, which rounds them too.
 
     That moves the logits of these models by up to a tenth, but both alike: where a last bit of float32 makes another
-    integer of an input, they differ by less. Returns the logits found.
+    integer of an input, they differ by less, and so may a word of the text that is nearly as likely as another. So that
+    text is not compared word by word, but given to all three. Returns the logits found.
     """
-    expected, logits = run_chunks(right, IDS, 40), run_chunks(found, IDS, 40)
-    off = float((logits - expected).norm() / expected.norm())
+    logits, text = run_chunks(found, IDS, 40), greedy(found, IDS, 24)
     if rounded is None:
-        assert off < ROUNDING
-    else:
-        nearer = run_chunks(rounded, IDS, 40)
-        moved = float((nearer - expected).norm() / expected.norm())
-        assert 1e-3 < moved < 0.2 and off < 0.2
-        assert float((logits - nearer).norm() / expected.norm()) < 0.5 * moved
-    assert greedy(found, IDS, 24) == greedy(rounded or right, IDS, 24)
+        expected = run_chunks(right, IDS, 40)
+        assert float((logits - expected).norm() / expected.norm()) < ROUNDING
+        assert text == greedy(right, IDS, 24)
+        return logits
+    expected, given, nearer = (run_chunks(decoder, IDS + text, 40) for decoder in (right, found, rounded))
+    moved = float((nearer - expected).norm() / expected.norm())
+    assert 1e-3 < moved < 0.2 and float((given - expected).norm() / expected.norm()) < 0.2
+    assert float((given - nearer).norm() / expected.norm()) < 0.5 * moved
+    assert int((given.argmax(-1) != nearer.argmax(-1)).sum()) <= len(given) // 10
     return logits
 
 
@@ -181,8 +182,7 @@ def test_a_gguf_file_keeps_its_own_blocks(tmp_path: Path, kind: str) -> None:
 
 
 @native_only
-def test_the_benchmark_of_products_counts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PROBE_BYTES", 1 << 16)
+def test_the_benchmark_of_products_counts_right(tmp_path: Path) -> None:
     shape = ["--inputs", "64", "--outputs", "48", "--rows", "1", "--rows", "3", "--seconds", "0.001"]
     assert main(["bench", "weights", "--format", "int8", *shape, "--json", str(tmp_path / "o.json")]) == 0
     (lines,) = json.loads((tmp_path / "o.json").read_text())["tables"].values()
