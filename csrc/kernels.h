@@ -279,7 +279,7 @@ struct KernelTable {
   void (*exp_sums)(const float* x, int64_t n, float highest, float temperature, float* sums);
   void (*exps)(const float* x, int64_t n, float highest, float temperature, float* out);
   // Yardsticks (limits.h): the sum of numbers read once; operations of rounds of multiply-adds for products of a type.
-  float (*read_once)(const float* from, int64_t n);
+  float (*read_once)(const float* from, int64_t n, int64_t ahead);
   int64_t (*multiply_adds)(DType type, int64_t rounds, float* result);
 };
 

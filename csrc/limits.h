@@ -8,14 +8,16 @@
 
 namespace {
 
-// Numbers [from, from + n) read once, in one run of addresses as weights are; their sum, so that they are read.
-float read_once(const float* from, int64_t n) {
+// Numbers [from, from + n) read once, in one run of addresses as weights are; their sum, so that they are read. ahead:
+// bytes of prefetch, or 0: which is faster depends on the processor and on its neighbours.
+float read_once(const float* from, int64_t n, int64_t ahead) {
   constexpr int kSums = 8;
   vec sums[kSums];
   for (vec& sum : sums) sum = splat_wide(0);
   const int64_t whole = n / (kSums * kLanes) * (kSums * kLanes);
   for (int64_t i = 0; i < whole; i += kSums * kLanes) {
-    for (int at = 0; at < kSums * kLanes * 4; at += 64) __builtin_prefetch((const char*)(from + i) + kAhead + at, 0, 3);
+    for (int at = 0; ahead && at < kSums * kLanes * 4; at += 64)
+      __builtin_prefetch((const char*)(from + i) + ahead + at, 0, 2);
     for (int s = 0; s < kSums; ++s) sums[s] += load_wide(from + i + s * kLanes);
   }
   float total = 0;

@@ -2,7 +2,9 @@
 
 A step of few sequences waits for the weights to be read, one of many or of a prompt for their products. The yardsticks
 are the plainest native loops on all threads (csrc/limits.h): memory on huge pages read once, multiply-adds in
-registers. Both vary with what the machine's other guests do: they are measured beside the figures, not noted once.
+registers. Both vary with what the machine's other guests do: they are measured beside the figures, not noted once. On
+virtual machines reading varies with the pages that an allocation gets from the host, by half: a share above one is no
+mistake, and no proof that nothing is left.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Limits:
         return (
             f"limits measured in this run on the same threads: memory is read at {reads:.1f} GB/s in the median pass "
             f"over {PROBE_BYTES >> 20} MiB ({read:.1f} in the best), multiply-adds reach {most:.0f} GFLOP/s "
-            f"({flops:.0f}); the third-level cache keeps a part of the weights from step to step, so a step can read "
-            "faster than that"
+            f"({flops:.0f}). What is read fast depends on the pages that an allocation got, so weights can be read "
+            "faster than this memory"
         )
 
 
