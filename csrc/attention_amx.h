@@ -27,8 +27,8 @@ struct AmxWork {
 
 AmxWork carve_amx(float* p, int64_t whole, int64_t d) {
   AmxWork m;
-  m.w = carve(p, whole, d);
-  m.keys = (bf16*)m.w.wide;
+  m.w = carve(p, whole, d, kTile);
+  m.keys = (bf16*)m.w.rest;
   m.values = m.keys + kTile * d;
   m.query = m.values + kTile * d;
   return m;

@@ -91,8 +91,8 @@ void attend_tile_best(const AttentionArgs& a, const Work& w, const View& view, c
     attend_tile<false>(a, w, view, tile.keys, tile.values, (const T* const*)nullptr, tile.begin, tile.end, first, last);
   } else {
     const float *keys[kTile], *values[kTile];
-    widen_rows(tile.keys, count, d, w.wide, keys);
-    widen_rows(tile.values, count, d, w.wide + kTile * d, values);
+    widen_rows(tile.keys, count, d, w.rest, keys);
+    widen_rows(tile.values, count, d, w.rest + kTile * d, values);
     attend_tile<false>(a, w, view, keys, values, (const float* const*)nullptr, tile.begin, tile.end, first, last);
   }
 }
@@ -156,7 +156,7 @@ bool attend_item(const AttentionArgs& a, const AttentionItem& it, float* memory)
   const int rows = (it.end_query - it.first_query) * group;
   const Row& row = a.rows[it.row];
   const View view = {row.context_len - row.query_len + it.first_query, group, a.window};
-  const Work w = carve(memory, a.max_rows, d);
+  const Work w = carve(memory, a.max_rows, d, kTile);
   const int32_t token = row.query_start + it.first_query;
   const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
   const int32_t limit = smaller(view.high(rows - 1), it.end_segment * kSegment);
@@ -187,7 +187,7 @@ bool attend_item(const AttentionArgs& a, const AttentionItem& it, float* memory)
 template <class T, class IO>
 void merge_item(const AttentionArgs& a, const Merge& m, float* memory) {
   const int d = a.head_dim, group = a.num_heads / a.num_kv_heads, rows = (m.end_query - m.first_query) * group;
-  const Work w = carve(memory, a.max_rows, d);
+  const Work w = carve(memory, a.max_rows, d, kTile);
   clear_total(w, rows, d);
   for (int32_t s = 0; s < m.segments; ++s) {
     for (int r = 0; r < rows; ++r) {

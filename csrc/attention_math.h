@@ -19,15 +19,15 @@ OCTAVO_INLINE int32_t greater(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // A thread's working memory for R query rows of d, in float32. acc, max, sum: the segment at hand; total_*: before it.
 struct Work {
-  float *query, *scores, *acc, *total;                       // [R, d], [R, kTile], [R, d], [R, d]
-  float *max, *sum, *total_max, *total_sum, *factors, *wide;  // [R] each; [2, kTile, d]
+  float *query, *scores, *acc, *total;                      // [R, d], [R, tile], [R, d], [R, d]
+  float *max, *sum, *total_max, *total_sum, *factors, *rest;  // [R] each; what follows
 };
 
-Work carve(float* p, int64_t rows, int64_t d) {
+Work carve(float* p, int64_t rows, int64_t d, int64_t tile) {
   Work w;
   float** const parts[] = {&w.query, &w.acc, &w.total, &w.scores, &w.max, &w.sum, &w.total_max, &w.total_sum,
-                           &w.factors, &w.wide};
-  const int64_t sizes[] = {rows * d, rows * d, rows * d, rows * kTile, rows, rows, rows, rows, rows, 0};
+                           &w.factors, &w.rest};
+  const int64_t sizes[] = {rows * d, rows * d, rows * d, rows * tile, rows, rows, rows, rows, rows, 0};
   for (int i = 0; i < 10; ++i) {
     *parts[i] = p;
     p += (sizes[i] + 15) / 16 * 16;
@@ -116,32 +116,56 @@ void score_tile(const Work& w, int begin, int end, const T* const* keys, const T
   }
 }
 
-// One row of scores -> weights e^(s - max), unseen keys 0; updates max and sum; returns the factor for the old sums.
-float soften(float* scores, int32_t low, int32_t high, float softcap, float& max, float& sum_so_far) {
-  const int first = low / 8, last = (high + 7) / 8;  // [low, high): seen columns of this tile
-  const bool whole = low == 0 && high == kTile && softcap == 0;
+// The softmax of one row over a tile of N keys, in three steps, so that a caller with several rows can do each step for
+// all of them: a row's steps wait for one another, those of different rows do not.
+
+// The largest score of the columns [low, high), those the row sees; the others become minus infinity. scaled(s, v): the
+// scores of vector v, from what lies there.
+template <int N, class Scaled>
+OCTAVO_INLINE float top_score(float* scores, int32_t low, int32_t high, float softcap, Scaled scaled) {
+  const bool whole = low == 0 && high == N && softcap == 0;
   f8 top = splat(kMinusInf);
-  for (int v = first; v < last; ++v) {
-    f8 s = load(scores + v * 8);
+  for (int v = low / 8; v < (high + 7) / 8; ++v) {
+    f8 s = scaled(load(scores + v * 8), v);
     if (!whole) {
       if (softcap > 0) s = tanh8(s / splat(softcap)) * splat(softcap);
       const i8 column = lanes() + splat_int(v * 8);
       s = select((column >= splat_int(low)) & (column < splat_int(high)), s, splat(kMinusInf));
-      store(scores + v * 8, s);
     }
+    store(scores + v * 8, s);
     top = larger(s, top);
   }
-  const float tile_max = largest(top), new_max = tile_max > max ? tile_max : max;
-  const float shift = new_max == kMinusInf ? 0.0f : new_max;  // all seen scores minus infinity: weights 0, not NaN
+  return largest(top);
+}
+
+// Takes a tile's largest score into the row's; returns the factor for its old sums. shift: what weights are relative to.
+OCTAVO_INLINE float raise(float tile_max, float& max, float& shift) {
+  const float new_max = tile_max > max ? tile_max : max;
+  shift = new_max == kMinusInf ? 0.0f : new_max;  // all seen scores minus infinity: weights 0, not NaN
+  const float factor = max == new_max ? 1.0f : exp_down(splat(max - shift))[0];
+  max = new_max;
+  return factor;
+}
+
+// put(v, weights) for each vector: e^(score - shift), unseen columns 0. Returns the weights' sum.
+template <int N, class Put>
+OCTAVO_INLINE float exponentials(const float* scores, int32_t low, int32_t high, float shift, Put put) {
+  const int first = low / 8, last = (high + 7) / 8;
   f8 part = splat(0);
-  for (int v = 0; v < kTile / 8; ++v) {
+  for (int v = 0; v < N / 8; ++v) {
     const f8 p = v < first || v >= last ? splat(0) : exp_down(load(scores + v * 8) - splat(shift));
-    store(scores + v * 8, p);
+    put(v, p);
     part = part + p;
   }
-  const float factor = max == new_max ? 1.0f : exp_down(splat(max - shift))[0];
-  sum_so_far = sum_so_far * factor + sum(part);
-  max = new_max;
+  return sum(part);
+}
+
+// One row of scores -> weights e^(s - max), unseen keys 0; updates max and sum; returns the factor for the old sums.
+float soften(float* scores, int32_t low, int32_t high, float softcap, float& max, float& sum_so_far) {
+  float shift;
+  const float factor = raise(top_score<kTile>(scores, low, high, softcap, [](f8 s, int) { return s; }), max, shift);
+  const float part = exponentials<kTile>(scores, low, high, shift, [&](int v, f8 p) { store(scores + v * 8, p); });
+  sum_so_far = sum_so_far * factor + part;
   return factor;
 }
 

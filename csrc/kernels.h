@@ -23,6 +23,7 @@ inline constexpr int64_t panel_depth(int64_t k, DType t) { return t == DType::bf
 // Keys are scored in tiles and reduced in segments, both at absolute multiples of these counts from the start of a
 // sequence. That fixes the order of every sum whatever the block size, the chunking or the thread count.
 inline constexpr int kTile = 64;
+inline constexpr int kQuantizedTile = 128;  // of quantised blocks, whose rows are half as long
 inline constexpr int kSegment = 256;
 
 // The largest output of a row within a run of panels: the first index of it; a NaN counts as largest.
@@ -161,9 +162,12 @@ inline int64_t attention_work_floats(int64_t max_rows, int64_t head_dim) {
   return rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + rows * head_dim / 2 + 16 * 10;
 }
 
-// What quantised attention needs on top of that.
+// The same of quantised attention; see `WorkQ`.
+inline constexpr int64_t kStagePad = 32;  // numbers between two widened rows
 inline int64_t quantized_work_floats(int64_t max_rows, int64_t head_dim) {
-  return max_rows * (head_dim / 2 + kTile / 2 + 2) + kTile * (2 + 2 * groups_of(head_dim) + head_dim) + 16 * 8;
+  const int64_t common = max_rows * (3 * head_dim + kQuantizedTile + 5);
+  const int64_t levels = max_rows * (head_dim / 2 + kQuantizedTile / 2 + 8 + 2);
+  return common + levels + kQuantizedTile * (2 + 2 * groups_of(head_dim) + head_dim + kStagePad) + 16 * 18;
 }
 
 struct WriteArgs {

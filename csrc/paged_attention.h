@@ -56,8 +56,8 @@ class Attention {
     args_.num_heads = num_heads, args_.num_kv_heads = num_kv_heads;
     args_.scale = scale, args_.softcap = softcap;
     args_.max_rows = planner_.max_rows();
-    const int64_t floats = attention_work_floats(args_.max_rows, head_dim);
-    args_.work_stride = (floats + (key_bits ? quantized_work_floats(args_.max_rows, head_dim) : 0) + 15) / 16 * 16;
+    const auto floats = key_bits ? quantized_work_floats : attention_work_floats;
+    args_.work_stride = (floats(args_.max_rows, head_dim) + 15) / 16 * 16;
     for (int32_t w : windows) plans_.emplace_back().window = w;
   }
 

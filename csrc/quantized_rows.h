@@ -30,6 +30,13 @@ OCTAVO_INLINE void keep(words& v) {  // as for floats
   (void)v;
 #endif
 }
+OCTAVO_INLINE void keep(i8& v) {  // left alone, compilers gather the sums of an unrolled loop and run out of registers
+#if defined(__AVX2__)
+  __asm__("" : "+x"(v));
+#else
+  (void)v;
+#endif
+}
 OCTAVO_INLINE void store_words(int16_t* p, words v) { memcpy(p, &v, sizeof v); }
 OCTAVO_INLINE void store_words8(int16_t* p, i8 v) {  // numbers that fit 16 bits
 #if defined(__AVX2__)
@@ -37,6 +44,15 @@ OCTAVO_INLINE void store_words8(int16_t* p, i8 v) {  // numbers that fit 16 bits
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
   for (int i = 0; i < 8; ++i) p[i] = (int16_t)v[i];
+#endif
+}
+
+OCTAVO_INLINE void store_words16(int16_t* p, i8 first, i8 second) {
+#if defined(__AVX2__)
+  const __m256i packed = _mm256_packs_epi32((__m256i)first, (__m256i)second);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+#else
+  store_words8(p, first), store_words8(p + 8, second);
 #endif
 }
 
@@ -67,6 +83,36 @@ OCTAVO_INLINE f8 to_float(i8 v) {
 #endif
 }
 
+// Lane i: the sum of the lanes of v[i], as floats. Small: the sums fit 32 bits, so that they are taken before that.
+template <bool Small>
+OCTAVO_INLINE f8 total8(const i8* v) {
+  if (!Small) {
+    f8 lanes[8];
+    for (int i = 0; i < 8; ++i) lanes[i] = to_float(v[i]);
+    return sum8(lanes);
+  }
+#if defined(__AVX2__)
+  __m256i t[4], u[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256i a = (__m256i)v[2 * i], b = (__m256i)v[2 * i + 1];
+    t[i] = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m256i a = t[2 * i], b = t[2 * i + 1];
+    u[i] = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  }
+  const __m256i low = _mm256_permute2x128_si256(u[0], u[1], 0x20), high = _mm256_permute2x128_si256(u[0], u[1], 0x31);
+  return to_float((i8)_mm256_add_epi32(low, high));
+#else
+  i8 totals = splat_int(0);
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) totals[i] += v[i][j];
+  return to_float(totals);
+#endif
+}
+
 // Numbers of a and b side by side. low: columns 0-3 and 8-11, high: 4-7 and 12-15; `in_order` puts their sums right.
 OCTAVO_INLINE void interleave(words a, words b, words& low, words& high) {
 #if defined(__AVX2__)
@@ -90,8 +136,10 @@ OCTAVO_INLINE void in_order(i8 low, i8 high, i8& first, i8& second) {
 }
 
 // ---- Formats: how 16 numbers become 16-bit integers -----------------------------------------------------------------
+// kSmall: a row of kMostQuantizedDim of them times as many 16-bit numbers fits 32 bits.
 
 struct Int8 {
+  static constexpr bool kSmall = true;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
 #if defined(__AVX2__)
     return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(data + j)));
@@ -106,6 +154,7 @@ struct Int8 {
 // Numbers i, i + 8, i + 16, i + 24 of a group are the four quarters of 16-bit word i. A quarter moved to the top of its
 // word is the number times 4096, sign included; times 16 multipliers, the high half of the product is number * multiplier.
 struct Int4 {
+  static constexpr bool kSmall = false;
   OCTAVO_INLINE static words load(const char* data, const int32_t* multipliers, int j) {
     const int half = j & 16;
 #if defined(__AVX2__)
@@ -129,7 +178,9 @@ struct Int4 {
   }
 };
 
+template <bool Small>
 struct Wide {  // widened before; lies in the caches
+  static constexpr bool kSmall = Small;
   OCTAVO_INLINE static words load(const char* data, const int32_t*, int j) {
     return load_words((const int16_t*)data + j);
   }
@@ -154,17 +205,25 @@ struct Rows {
   }
 };
 
-// Rows that will be read next, of numbers of 8 or 4 bits, to ask for meanwhile; null: none.
+// Rows that will be read next, of numbers of 8 or 4 bits, to ask for meanwhile.
 struct Ahead {
   const char* const* rows;
   int bits;
-  OCTAVO_INLINE bool wants(int j) const { return rows && at_line(j); }
-  // The line that holds number j of a row, once per line.
+  // The line that holds number j of row c, once per line.
   OCTAVO_INLINE void ask(int c, int j) const {
-    if (at_line(j)) __builtin_prefetch(rows[c] + (bits == 8 ? j : j / 2), 0, 2);
+    if ((j & (line() - 1)) == 0) want(c, j);
+  }
+  // For loops that pass all rows of a tile for a few columns at a time: each pass over some of a line's columns asks for
+  // the lines of as large a share of the rows. Called for every eighth row c, before columns [j, j + columns).
+  OCTAVO_INLINE void ask_share(int c, int j, int columns) const {
+    const int first = (j & (line() - 1)) * octavo::kQuantizedTile / line(), each = 8 * columns / line();
+    for (int i = 0; i < each; ++i) want(first + c / 8 * each + i, j);
   }
   OCTAVO_INLINE Ahead from(int c) const { return {rows ? rows + c : rows, bits}; }
-  OCTAVO_INLINE bool at_line(int j) const { return (j & (bits == 8 ? 63 : 127)) == 0; }
+
+ private:
+  OCTAVO_INLINE int line() const { return 512 / bits; }
+  OCTAVO_INLINE void want(int c, int j) const { __builtin_prefetch(rows[c] + j * bits / 8, 0, 2); }
 };
 
 // Multipliers as `Int4::load` wants them: times 16, twice in a 32-bit word.

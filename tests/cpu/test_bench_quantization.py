@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from helpers.tiny_models import write_tiny
-from octavo.bench import quantization
+from octavo.bench import kv_speed
 from octavo.bench.kernels import Shape
+from octavo.bench.kv_formats import FORMATS
 from octavo.bench.weight_quality import weights_text
 from octavo.cli.main import main
 from octavo.kernels import cpu
@@ -65,11 +66,18 @@ def test_the_text_is_long_enough_to_say_something() -> None:
 
 @pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
 def test_speed(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "SHAPES", (Shape(2, 64, 1, 4, 2, 32),))
+    monkeypatch.setattr(kv_speed, "SHAPES", (Shape(2, 64, 1, 4, 2, 32),))
+    monkeypatch.setattr(kv_speed, "COLD_BYTES", 128 * 300)  # int4: 128 tokens of 2 x 2 x (16 + 2 + 1) bytes a layer
     found = report(tmp_path, "--model", tiny, "--only", "attention", "--seconds", "0.01")
     (row,) = found["tables"]["attention of a decode step"]
-    assert all(row[f.name] > 0 for f in quantization.FORMATS)
+    assert row["layers"] == 4
+    assert "so that keys and values come from memory" in " ".join(found["notes"])
+    assert all(row[f.name] > 0 for f in FORMATS)
     assert row["int8_ratio"] > 0 and row["int4_ratio"] > 0
+    (row,) = report(tmp_path, "--model", tiny, "--only", "attention", "--seconds", "0.01", "--layers", "1")["tables"][
+        "attention of a decode step"
+    ]
+    assert row["layers"] == 1
 
 
 @pytest.mark.parametrize(

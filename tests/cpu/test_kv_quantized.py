@@ -134,6 +134,21 @@ def test_native_kernels_follow_the_reference(kv_dtype: str, io: torch.dtype, ins
 
 
 @native_only
+@pytest.mark.parametrize("new", [1, 12])
+@pytest.mark.parametrize("kv_dtype", KINDS)
+def test_integer_sums_hold_the_largest_they_can_meet(kv_dtype: str, new: int, instructions: str) -> None:
+    """Rows of equal numbers: every product of a row is the largest there is, over the longest row that is allowed."""
+    spec = small_spec(heads=1, kv_heads=1, head_dim=512, windows=[None])
+    history = random_history(spec, [300], 0, torch.float32)
+    for parts in (history.query, history.key, history.value):
+        parts[0][0][:] = 1.0
+    history.key[0][0][150] = -1.0  # the most negative sum too
+    paged = Paged(history, 16, torch.float32, 3, kv_dtype)
+    out = run_schedule(cpu.NativeAttention(paged.cache, spec), paged, [[(0, 0, 300 - new)], [(0, 300 - new, 300)]])
+    torch.testing.assert_close(out[0][0], torch.ones(300, 1, 512), atol=0.02, rtol=0)
+
+
+@native_only
 @pytest.mark.parametrize("heads", [(4, 1), (12, 2), (3, 3), (14, 2)])
 def test_instruction_sets_and_groupings_agree(heads: tuple[int, int]) -> None:
     from octavo.kernels.cpu.loader import native

@@ -4,22 +4,19 @@
 
 Quality: the model reads a text once per format; perplexity, and its next-token distributions against those over a
 float32 cache. Room: sequences that fit the same bytes, counted from layouts. Speed: the decode attention kernel over
-long contexts, all formats in turns in one process. Nothing is drawn, so quality and room are the same at each run.
+long contexts, see `kv_speed.py`. Nothing is drawn, so quality and room are the same at each run.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.clock import add_clock_options, settle_clock
-from octavo.bench.kernels import ATTENTION as KERNEL_SHAPES
-from octavo.bench.kernels import Shape
+from octavo.bench.kv_formats import FORMATS, Format, bits_per_number
+from octavo.bench.kv_speed import add_speed
 from octavo.bench.report import (
     Column,
     Goal,
@@ -29,7 +26,6 @@ from octavo.bench.report import (
     bar,
     fixed,
     machine_facts,
-    median,
     percent,
     positive,
     publish,
@@ -38,13 +34,10 @@ from octavo.bench.report import times as ratio
 from octavo.bench.weight_quality import add_weights, weights_text
 from octavo.core.allocation import PagedAllocation
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_format import GROUP, kv_bytes_per_token_layer
-from octavo.core.kv_layout import KVLayout, build_layout
+from octavo.core.kv_format import GROUP
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.models.spec import ModelSpec
 
 DESCRIPTION = """\
@@ -59,41 +52,9 @@ examples:
 PARTS = ("quality", "room", "attention", "weights")
 POOL_BYTES = 1 << 30
 LENGTHS = (512, 2048, 8192)
-GOAL_ROOM, GOAL_SPEED, GOAL_COSINE = 1.9, 1.5, 0.999
+GOAL_ROOM, GOAL_COSINE = 1.9, 0.999
 
 
-@dataclass(frozen=True)
-class Format:
-    """kv_dtype as an engine takes it; dtype: of an engine whose kv_dtype is "auto"."""
-
-    name: str
-    kv_dtype: str
-    dtype: str = "float32"
-
-    def bytes_per_token_layer(self, spec: ModelSpec) -> int:
-        return kv_bytes_per_token_layer(
-            self.kv_dtype,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            itemsize={"float32": 4, "bfloat16": 2}[self.dtype],
-        )
-
-    def layout(self, spec: ModelSpec, block_size: int = 16) -> KVLayout:
-        return build_layout(
-            spec.windows,
-            block_size=block_size,
-            bytes_per_token_layer=self.bytes_per_token_layer(spec),
-            kv_dtype=self.kv_dtype,
-        )
-
-
-FORMATS = (
-    Format("float32", "auto"),
-    Format("bfloat16", "auto", "bfloat16"),
-    Format("int8", "int8"),
-    Format("int8,int4", "int8,int4"),
-    Format("int4", "int4"),
-)
 QUALITY = (
     Column("format", "keys, values"),
     Column("bits", "bits per number", fixed(2)),
@@ -111,18 +72,6 @@ ROOM = (
     *(Column(f"fits_{n}", f"sequences of {n:,}", fixed(0)) for n in LENGTHS),
     Column("ratio", "of bfloat16", ratio),
 )
-SPEED = (
-    Column("shape", "sequences x context"),
-    *(Column(f.name, f"{f.name}, ms", fixed(3)) for f in FORMATS),
-    Column("int8_ratio", "bf16 / int8", ratio),
-    Column("int4_ratio", "bf16 / int4", ratio),
-)
-SHAPES = (
-    Shape(1, 16384, 1, 4, 1, 256),
-    Shape(16, 4096, 1, 4, 1, 256),
-    *(s for s in KERNEL_SHAPES if s.new == 1 and s.head_dim == 128),
-    Shape(16, 4096, 1, 8, 8, 64),
-)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -137,6 +86,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--weights", action="store_true", help="the same as --only weights")
     parser.add_argument("--text", metavar="FILE", help="text to read (default: some pages that ship with Octavo)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="of the text (2000; weights: all of it)")
+    parser.add_argument(
+        "--layers", type=positive, metavar="N",
+        help="attention: layers in rotation (default: as many as keep the smallest format's keys and values out of a "
+        "last-level cache of 32 MiB; 1: the same layer again and again, from the caches if it fits them)",
+    )  # fmt: skip
     add_clock_options(parser, seconds=0.5)
     add_report_options(parser)
 
@@ -162,11 +116,12 @@ def run(args: argparse.Namespace) -> int:
     if "attention" in parts:
         if cpu.why_unavailable():
             raise ConfigError(cpu.why_unavailable())
-        _speed(report, args.seconds, clock)
+        add_speed(report, args.seconds, clock, args.layers)
         what = "processor" if args.cpu_time else "wall"
         report.notes.append(
             f"attention: {torch.get_num_threads()} threads, {cpu.instruction_set()} kernels, shuffled blocks of 16, "
-            f"{what} time, best of {args.seconds:g} s each, taking turns; ratios: median over the turns"
+            f"{what} time, best of {args.seconds:g} s each, taking turns; ratios: median over the turns; layers "
+            f"are read in rotation{'' if args.layers else ', so that keys and values come from memory'}"
         )
     if "weights" in parts:
         text = weights_text() if args.text is None else Path(args.text).read_text(encoding="utf-8")
@@ -178,11 +133,6 @@ def run(args: argparse.Namespace) -> int:
 def default_text() -> str:
     """A few pages of prose about the engine."""
     return resources.files("octavo.bench").joinpath("prose.txt").read_text(encoding="utf-8")
-
-
-def bits_per_number(fmt: Format, spec: ModelSpec) -> float:
-    """Bits that a key or value number takes, scales included."""
-    return 8 * fmt.bytes_per_token_layer(spec) / spec.kv_values_per_token_layer()
 
 
 # -- quality -------------------------------------------------------------------------------------------------------
@@ -247,83 +197,3 @@ def _room(report: Report, spec: ModelSpec, formats: list[Format]) -> None:
     report.tables.append(Table("room: sequences in 1 GiB of blocks", ROOM, rows))
     int8 = next(r["ratio"] for r in rows if r["format"] == "int8")
     report.goals.append(Goal("int8 sequences in the same bytes, of bfloat16's", int8, GOAL_ROOM, at_least=True))
-
-
-# -- speed ---------------------------------------------------------------------------------------------------------
-
-
-def _speed(report: Report, seconds: float, clock: Callable[[], float]) -> None:
-    import torch
-
-    rows = []
-    with bar(len(SHAPES), "attention") as tick, torch.inference_mode():
-        for shape in SHAPES:
-            query = torch.randn(shape.rows, shape.heads, shape.head_dim)
-            ready = [_ready(fmt, shape) for fmt in FORMATS]
-            spent = _in_turns(ready, query, seconds, clock)
-            row: dict[str, Any] = {name: 1e3 * min(times) for name, times in spent.items()}
-            for name in ("int8", "int4"):
-                # Of each turn, so that a neighbour's burst, which hits both, does not decide.
-                pairs = zip(spent["bfloat16"], spent[name], strict=True)
-                row[f"{name}_ratio"] = median([plain / quantised for plain, quantised in pairs])
-            rows.append({"shape": str(shape), **row})
-            tick(str(shape))
-    report.tables.append(Table("attention of a decode step", SPEED, rows))
-    longest = rows[0]["int8_ratio"]
-    report.goals.append(Goal(f"int8 decode attention, {SHAPES[0]}, bf16 / int8", longest, GOAL_SPEED, at_least=True))
-
-
-def _in_turns(
-    ready: list[Any], query: torch.Tensor, seconds: float, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of every call, by format; at least three turns, until `seconds` have passed for each format."""
-    spent: dict[str, list[float]] = {f.name: [] for f in FORMATS}
-    end = time.perf_counter() + seconds * len(ready)
-    while len(spent["int8"]) < 3 or time.perf_counter() < end:
-        for times, backend in zip(spent.values(), ready, strict=True):
-            start = clock()
-            backend.attend(0, query)
-            times.append(clock() - start)
-    return spent
-
-
-def _ready(fmt: Format, shape: Shape) -> Any:
-    """A backend over filled, shuffled blocks, planned for one decode step."""
-    import torch
-
-    from octavo.kernels import cpu
-    from octavo.kernels.interface import AttentionBatch
-    from octavo.models.spec import ModelSpec, RotarySpec
-    from octavo.runner.kv_store import KVStore
-
-    assert shape.new == 1
-    spec = ModelSpec(
-        architecture="bench", vocab_size=1, hidden_size=shape.heads * shape.head_dim, intermediate_size=1,
-        num_layers=1, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.context, rms_norm_eps=1e-6, windows=(None,),
-        rotaries=(RotarySpec(),), rotary=(0,),
-    )  # fmt: skip
-    layout = fmt.layout(spec)
-    blocks = shape.rows * layout.blocks_for(shape.context)
-    store = KVStore.allocate(layout, spec, blocks, dtype=getattr(torch, fmt.dtype))
-    backend = cpu.NativeAttention(store.cache, spec)
-    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32).view(shape.rows, -1)
-
-    def batch(new: int, slots: torch.Tensor, rows: torch.Tensor) -> AttentionBatch:
-        return AttentionBatch(
-            query_start=torch.arange(len(rows) + 1, dtype=torch.int32) * new,
-            context_len=torch.full((len(rows),), shape.context, dtype=torch.int32),
-            block_tables=[rows],
-            slots=[slots],
-            max_query=new,
-            max_context=shape.context,
-        )
-
-    positions = torch.arange(shape.context)
-    generator = torch.Generator().manual_seed(1)
-    for row in table:
-        slots = row.long()[positions // layout.block_size] * layout.block_size + positions % layout.block_size
-        backend.plan(batch(shape.context, slots, row[None]))
-        backend.write(0, *torch.randn(2, shape.context, shape.kv_heads, shape.head_dim, generator=generator))
-    backend.plan(batch(1, torch.zeros(shape.rows, dtype=torch.int64), table))
-    return backend
