@@ -11,7 +11,8 @@ class EngineStats:
 
     mean_sequences, mean_used_blocks: over the steps so far. steps_short_of_*: steps that left somebody waiting for
     blocks, for a seat of max_num_seqs, or for the token budget. spec_*: speculative decoding: rows with guesses
-    ("drafts"), guesses checked and found right, the last two also by place behind the last known token.
+    ("drafts"), guesses checked and found right, the last two also by place behind the last known token; sequences that
+    a draft model did not follow, or not to their end ("left").
     overlapped_steps: planned while the one before could still run; overlap_waits: reason -> those that had to report
     before the next was planned.
     """
@@ -52,5 +53,6 @@ class EngineStats:
     spec_accepted_tokens: int = 0
     spec_draft_tokens_per_pos: tuple[int, ...] = ()
     spec_accepted_tokens_per_pos: tuple[int, ...] = ()
+    spec_left_sequences: int = 0
     overlapped_steps: int = 0
     overlap_waits: dict[str, int] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from octavo.models.load import LoadedModel, load_model
 from octavo.runner.draft import Draft
 from octavo.runner.kv_store import KVStore
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.row_costs import ROWS, measure_row_costs
+from octavo.runner.row_costs import CROWD, ROWS, measure_row_costs
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,21 @@ def settle_speculation(
     costs = measure_row_costs(
         runner(target.decoder, store, backend), store.cache.layout, alone=min(room, k + 1), most=most
     )
-    draft_cost = 0.0
+    draft_costs: tuple[tuple[int, float], ...] = ()
     if draft is not None:
         alone = runner(draft.decoder, draft.cache, draft.backend)
-        draft_cost = measure_row_costs(alone, draft.cache.layout, alone=1, most=1)[0][1]
+        draft_costs = measure_row_costs(alone, draft.cache.layout, alone=1, most=min(room, seats, CROWD), budget=1.0)
     settings = SpeculationSettings(
         method=asked["method"],
         num_tokens=k,
         lookup_min=asked.get("prompt_lookup_min", 1),
         lookup_max=asked.get("prompt_lookup_max", 1),
         row_costs=costs,
-        draft_cost=draft_cost,
+        draft_costs=draft_costs,
     )
     why = "measured: a step of " + ", ".join(f"{rows} rows {1e3 * time:.1f} ms" for rows, time in costs[:8])
     if draft is not None:
-        why += f", a pass of the draft {1e3 * draft_cost:.1f} ms; {words}"
+        why += f", a pass of the draft {1e3 * draft_costs[0][1]:.1f} ms; {words}"
     choice = Choice("speculative", asked, asked, why)
     return settings, Resolved(final, (*resolved.choices, choice))
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from helpers.scheduling import Rig, beam, expected, never_ends, prompt
 from octavo.core.fake_runner import default_script
+from octavo.core.following import EXPLORE, PATIENCE
 from octavo.core.proposals import Lookup
 from octavo.core.record import Recorder, replay
+from octavo.core.row_costs import RowCosts
 from octavo.core.sequence import Request
 from octavo.core.settings import SpeculationSettings
-from octavo.core.speculation import Outlook, RowCosts, SpeculationCounters
+from octavo.core.speculation import Outlook, SpeculationCounters
 from octavo.errors import CapacityError, SamplingError
 
 
@@ -68,6 +70,7 @@ def drafting_rig(*args: Any, k: int = 4, wrong: bool = True, script: Any = never
     rig = SpecRig(*args, script=script, speculation=draft(k), **given)
     if wrong:
         rig.runner.draft = half_right(script)
+    rig.runner.draft_groups = rig.layout.num_groups // 2
     return rig
 
 
@@ -250,14 +253,14 @@ def test_dear_rows_are_not_bought() -> None:
     steep = RowCosts(((1, 1.0), (2, 2.0)))  # a row costs as much as a step
     assert not steep.is_worth(1, 1, [1.0], 0.0)
     cheap = RowCosts(((1, 1.0), (11, 2.0)))
-    assert cheap.share_out(1, 1, [(0.9, 5)], 0.0) == [5]
-    assert cheap.share_out(1, 1, [(0.05, 5)], 0.0) == [0]
-    assert cheap.share_out(1, 1, [(0.9, 5)], 1.0) == [0], "a pass of the draft model that costs as much as a step"
+    assert cheap.share_out(1, 1, [(0.9, 5)]) == [5]
+    assert cheap.share_out(1, 1, [(0.05, 5)]) == [0]
+    assert cheap.share_out(1, 1, [(0.9, 5)], float) == [0], "a pass of the draft model that costs as much as a step"
 
 
 def test_of_two_the_likelier_gets_more() -> None:
     costs = RowCosts(((1, 1.0), (11, 2.0)))
-    likely, unlikely = costs.share_out(2, 2, [(0.9, 6), (0.3, 6)], 0.0)
+    likely, unlikely = costs.share_out(2, 2, [(0.9, 6), (0.3, 6)])
     assert likely > unlikely
 
 
@@ -272,7 +275,7 @@ def test_the_share_is_the_best_there_is() -> None:
                 return (2 + gain) / costs.time(2 + x + y)
 
             best = max(rate(x, y) for x in range(6) for y in range(6))
-            chosen = rate(*costs.share_out(2, 2, [(a, 5), (b, 5)], 0.0))
+            chosen = rate(*costs.share_out(2, 2, [(a, 5), (b, 5)]))
             assert chosen == pytest.approx(best) or (chosen == rate(0, 0) and best < 1.02 * chosen)
 
 
@@ -307,13 +310,103 @@ def test_useless_guesses_stop_and_useful_ones_come_back() -> None:
     assert sum(guessed[-15:]) > 10, "noticed the loop without checking a guess"
 
 
-def test_a_draft_is_tried_again_now_and_then() -> None:
-    rig = SpecRig(200, script=never_ends, speculation=draft(row_costs=((1, 1.0), (11, 2.0)), draft_cost=0.1))
+# -- whom a draft follows --------------------------------------------------------------------------------------------
+
+
+CHEAP_DRAFT: dict[str, Any] = {"row_costs": ((1, 1.0), (11, 2.0)), "draft_costs": ((1, 0.1), (11, 0.2))}
+
+
+def followed(rig: Rig) -> list[bool]:
+    """Of each step with work, whether the draft computed something."""
+    return [any(s.drafted for s in plan.scheduled) for plan in rig.plans if plan.scheduled]
+
+
+def test_a_draft_that_is_wrong_is_left_for_good() -> None:
+    rig = SpecRig(200, script=never_ends, speculation=draft(**CHEAP_DRAFT))
     rig.runner.draft = lambda tokens, index: 5
     rig.add(prompt(5), max_tokens=100, end_ids=())
     rig.run()
     counters = counters_of(rig)
-    assert counters.accepted == 0 and 5 <= counters.drafts <= 20
+    assert counters.accepted == 0 and 1 <= counters.drafts <= 20
+    steps = followed(rig)
+    end = steps.index(False)
+    assert PATIENCE < end < 40 and not any(steps[end:])
+    assert rig.scheduler.speculator is not None and rig.scheduler.speculator.stats()["spec_left_sequences"] == 1
+
+
+def test_what_came_of_others_guesses_decides_on_the_next_and_some_are_tried_all_the_same() -> None:
+    """First a draft that is always wrong, then the same draft always right."""
+    rig = SpecRig(400, script=never_ends, speculation=draft(**CHEAP_DRAFT))
+    rig.runner.draft = lambda tokens, index: 5
+
+    def first_steps(count: int, base: int) -> list[bool]:
+        found = []
+        for i in range(count):
+            begin = len(rig.plans)
+            request = rig.add(prompt(5, base + i), max_tokens=40, end_ids=())
+            rig.run()
+            rig.check_answers(request)
+            found.append(any(s.drafted for s in rig.plans[begin].scheduled))
+        return found
+
+    wrong = first_steps(2 * EXPLORE + 4, 0)
+    assert wrong[0] and sum(wrong[4:]) == 2, "after a few one in many"
+    rig.runner.draft = rig.runner.script
+    right = first_steps(2 * EXPLORE, 100)
+    assert not right[0] and all(right[-4:]), "the load changed, and that is noticed"
+
+
+def test_nobody_is_followed_in_a_crowd() -> None:
+    """Where even certain guesses do not pay, the draft computes nothing: neither prompts nor steps."""
+    costs = {"row_costs": ((1, 1.0), (4, 1.1), (8, 2.0), (64, 16.0)), "draft_costs": ((1, 0.1), (64, 2.0))}
+    rig = SpecRig(600, script=never_ends, speculation=draft(**costs))
+    requests = [rig.add(prompt(9, i), max_tokens=40, end_ids=()) for i in range(12)]
+    rig.run()
+    assert not any(followed(rig)) and not counters_of(rig).drafted
+    alone = rig.add(prompt(9, 99), max_tokens=40, end_ids=())
+    rig.run()
+    assert counters_of(rig).accepted
+    rig.check_answers(*requests, alone)
+
+
+@pytest.mark.parametrize("windows", [(6, None), (None, 6), (8, 6, None)])
+def test_prefixes_that_the_draft_has_not_computed_are_not_its_own(windows: Any) -> None:
+    """The runner checks every read: a draft that went on behind an unfollowed prompt would read something else."""
+    costs = {"row_costs": ((1, 1.0), (4, 1.1), (8, 2.0), (64, 16.0)), "draft_costs": ((1, 0.1), (64, 2.0))}
+    rig = SpecRig(900, windows=windows, script=never_ends, enable_prefix_caching=True, speculation=draft(**costs))
+    rig.runner.draft_groups = 1
+    crowd = [rig.add(prompt(40, i), max_tokens=9, end_ids=()) for i in range(12)]
+    rig.run()
+    assert not any(followed(rig))
+    begin = len(rig.plans)
+    again = rig.add([*crowd[0].prompt_token_ids, 7, 7], max_tokens=9, end_ids=())
+    rig.run()
+    assert again.num_cached_tokens >= 32
+    assert not any(s.drafted for plan in rig.plans[begin:] for s in plan.scheduled)
+    begin = len(rig.plans)
+    new = [rig.add([*prompt(40, 77), i], max_tokens=9, end_ids=()) for i in (1, 2)]
+    rig.run()
+    assert all(s.drafted for plan in rig.plans[begin:] for s in plan.scheduled)
+    assert new[1].num_cached_tokens >= 32, "and those that it has computed are"
+    rig.check_answers(*crowd, again, *new)
+
+
+def test_a_block_that_was_lost_and_came_back_without_the_draft() -> None:
+    """Published by a followed sequence, evicted in one group only, published again by one that is not."""
+    rig = SpecRig(8, windows=(6, None), enable_prefix_caching=True, speculation=draft())
+    cache, pool = rig.scheduler.memory.cache, rig.scheduler.memory.pool
+    assert cache is not None
+    root = cache.root_key(None, None)
+    tokens = list(range(rig.layout.block_size))
+    keys: list[bytes] = []
+    cache.extend_keys(keys, root, tokens, len(tokens))
+    first, second, third = pool.take(), pool.take(), pool.take()
+    assert cache.publish(keys[0], root, tokens, 0, 0, first) and cache.publish(keys[0], root, tokens, 0, 1, second)
+    assert cache.match(keys, [*tokens, 1], root, limit=len(tokens)).drafted
+    cache._forget_block(second)
+    pool.unpublish(second)
+    assert cache.publish(keys[0], root, tokens, 0, 1, third, False)
+    assert not cache.match(keys, [*tokens, 1], root, limit=len(tokens)).drafted
 
 
 def test_chances_follow_the_latest_guesses() -> None:
@@ -342,7 +435,7 @@ def test_a_recording_is_replayed(tmp_path: Path, kind: str) -> None:
     costs = ((1, 1.0), (4, 1.1), (64, 6.0))
     rig = SpecRig(
         24, script=looping, max_model_len=60, enable_prefix_caching=True,
-        speculation=SpeculationSettings(method=kind, num_tokens=4, row_costs=costs, draft_cost=0.01),
+        speculation=SpeculationSettings(method=kind, num_tokens=4, row_costs=costs, draft_costs=((1, 0.01),)),
     )  # fmt: skip
     rig.runner.draft = half_right(looping)
     recorder = Recorder(str(tmp_path / "run"), rig.settings, rig.layout, {"model": "none"})
@@ -368,14 +461,15 @@ def test_a_recording_is_replayed(tmp_path: Path, kind: str) -> None:
     data=st.data(),
     kind=st.sampled_from(["ngram", "draft"]),
     k=st.integers(1, 7),
-    windows=st.sampled_from([(None,), (6, None), (5,)]),
+    costs=st.sampled_from([{}, CHEAP_DRAFT, {"row_costs": ((1, 1.0), (3, 1.1), (9, 3.0)), "draft_costs": ((1, 0.2),)}]),
+    windows=st.sampled_from([(None,), (6, None), (5,), (None, 6, None)]),
     block_size=st.sampled_from([1, 2, 4, 8]),
     delay=st.sampled_from([0, 0, 1, 2]),
     policy=st.sampled_from(["paged", "cached", "static", "copying"]),
     tight=st.integers(0, 2),
 )
 def test_any_load(
-    data: Any, kind: str, k: int, windows: Any, block_size: int, delay: int, policy: str, tight: int
+    data: Any, kind: str, k: int, costs: Any, windows: Any, block_size: int, delay: int, policy: str, tight: int
 ) -> None:
     """Arrivals, aborts and stop strings in any order: every answer is that of the request alone."""
 
@@ -391,9 +485,10 @@ def test_any_load(
         allocation="static" if policy == "static" else "paged", copy_on_write=policy != "copying",
         enable_prefix_caching=policy in ("cached", "copying"), max_num_seqs=6,
         num_host_blocks=0 if policy == "static" else data.draw(st.sampled_from([0, 30])), swap_block_tokens=0.5,
-        speculation=SpeculationSettings(method=kind, num_tokens=k, lookup_min=1),
+        speculation=SpeculationSettings(method=kind, num_tokens=k, lookup_min=1, **costs),
     )  # fmt: skip
     rig.runner.draft = half_right(script)
+    rig.runner.draft_groups = len(windows) // 2 if kind == "draft" else 0
     requests: list[Request] = []
     for _ in range(data.draw(st.integers(3, 9))):
         tokens = prompt(data.draw(st.integers(1, 20)), data.draw(st.integers(0, 2)))

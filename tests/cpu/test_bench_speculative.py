@@ -73,7 +73,7 @@ def test_a_quantised_copy_as_draft_is_left_out_of_the_runs_without_it(
     )
     assert engine.scheduler.settings.speculation is not None
     # Without the measured costs, which may say on a busy machine that guessing does not pay.
-    free = replace(engine.scheduler.settings.speculation, row_costs=(), draft_cost=0.0)
+    free = replace(engine.scheduler.settings.speculation, row_costs=(), draft_costs=())
     engine.scheduler.speculator = Speculator(free, engine.scheduler.memory)
     followed = []
     follow = DraftModel.follow

@@ -62,7 +62,7 @@ def build(model: str, **settings: Any) -> Engine:
     engine = Engine.build(make_config(model=model, **given))
     speculator = engine.scheduler.speculator
     if speculator is not None:
-        free = replace(speculator.settings, row_costs=(), draft_cost=0.0)
+        free = replace(speculator.settings, row_costs=(), draft_costs=())
         engine.scheduler.speculator = Speculator(free, engine.scheduler.memory)
     return engine
 
@@ -286,7 +286,7 @@ def test_the_report_says_how_a_draft_shares_the_pool(models: dict[str, str]) -> 
     engine = build(models["gemma3"], speculative=setting(WAYS[3], models))
     assert "one pool: a block of" in engine.settings()["speculative"]["why"]
     assert engine.scheduler.settings.speculation is not None
-    assert engine.scheduler.settings.speculation.draft_cost > 0
+    assert engine.scheduler.settings.speculation.draft_costs[0][1] > 0
 
 
 @pytest.mark.parametrize(

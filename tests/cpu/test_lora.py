@@ -195,7 +195,7 @@ def test_preemption_samples_beams_embeddings_and_speculation(sets: Any) -> None:
     for how in (lookup, f"draft:{found.model.path}:2"):  # the draft runs without the adapter: worse guesses
         with found.model.engine(lora=found.paths, speculative=how) as llm:
             scheduler = llm._live().scheduler
-            free = replace(scheduler.speculator.settings, row_costs=(), draft_cost=0.0)  # as many as may be
+            free = replace(scheduler.speculator.settings, row_costs=(), draft_costs=())  # as many as may be
             scheduler.speculator = Speculator(free, scheduler.memory)
             assert answers(llm, PROMPTS, names) == expected
             assert llm.stats().spec_draft_tokens > 0

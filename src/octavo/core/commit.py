@@ -45,7 +45,8 @@ def commit_sequence(memory: KVMemory, seq: Sequence, round_: Round, starts: list
             table.take_updates(updates)
     wanted = request.sampling.prompt_logprobs if start + 1 < request.prompt_len else None
     sample_ids = tuple(s.seq_id for s in drawing)
-    return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), sample_ids, wanted, len(proposed))
+    drafted = seq.drafted is not False
+    return ScheduledSequence(seq.seq_id, start, tokens, tuple(updates), sample_ids, wanted, len(proposed), drafted)
 
 
 def append_drawn(seq: Sequence, drawn: Drawn) -> tuple[SequenceNews, tuple[str, int | None] | None]:

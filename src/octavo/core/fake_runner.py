@@ -63,7 +63,8 @@ class _Row:
 class FakeRunner:
     """Executes plans over imaginary KV. `script` decides the tokens; `vocab_size` bounds beam candidates.
 
-    draft: what a draft model would propose; None: `script` itself, so everything it proposes is right.
+    draft: what a draft model would propose; None: `script` itself, so everything it proposes is right. draft_groups:
+    its groups, last of the layout's; they are neither written nor read for sequences that it does not follow.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class FakeRunner:
         vocab_size: int = 997,
         check: bool = True,
         draft: Script | None = None,
+        draft_groups: int = 0,
     ) -> None:
         self.layout = layout
+        self.draft_groups = draft_groups
         self.script = script
         self.draft = draft or script
         self.vocab_size = vocab_size
@@ -145,6 +148,8 @@ class FakeRunner:
         for offset, token in enumerate(item.token_ids):
             position = item.start + offset
             if token == PROPOSED:
+                if not item.drafted:
+                    raise InternalError(f"sequence {item.seq_id}: guesses wanted of a draft that does not follow it")
                 token = self.draft(row.tokens[:position], row.start.sample_index)
             if token == LAST_SAMPLED:
                 if position >= len(row.tokens):
@@ -158,9 +163,13 @@ class FakeRunner:
         if self.check:
             size = self.layout.block_size
             marks = self._marks(row, item.start + item.num_tokens)
-            for group, table in enumerate(row.tables):
+            for group, table in enumerate(row.tables[: self._groups(item)]):
                 for position in range(item.start, item.start + item.num_tokens):
                     self._kv[table[position // size]][position % size] = hash((marks[position], group))
+
+    def _groups(self, item: ScheduledSequence) -> int:
+        """Leading groups that the item computes and reads."""
+        return self.layout.num_groups - (0 if item.drafted else self.draft_groups)
 
     def _marks(self, row: _Row, end: int) -> list[int]:
         """What the KV at each position stands for: all tokens up to it."""
@@ -183,7 +192,7 @@ class FakeRunner:
         marks = self._marks(row, end)
         return [
             Read(item.seq_id, group, position, table[position // size], position % size, hash((marks[position], group)))
-            for group, (table, kind) in enumerate(zip(row.tables, self.layout.groups))
+            for group, (table, kind) in enumerate(zip(row.tables[: self._groups(item)], self.layout.groups))
             for position in range(kind.first_needed(item.start), end)
         ]
 

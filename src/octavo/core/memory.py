@@ -106,7 +106,7 @@ class KVMemory:
             parent = seq.keys[i - 1] if i else root
             for group, table in enumerate(seq.tables):
                 if i >= table.first_live:
-                    self.cache.publish(seq.keys[i], parent, tokens, i, group, table.ids[i])
+                    self.cache.publish(seq.keys[i], parent, tokens, i, group, table.ids[i], seq.drafted is not False)
             done.append(seq.keys[i])
         seq.num_published = full
         return done
@@ -117,6 +117,8 @@ class KVMemory:
         """Take the match over into fresh tables: counts first, before anything else is taken from the pool."""
         if self.cache is not None and match.num_tokens:
             self.cache.acquire(match)
+            if not match.drafted:
+                seq.drafted = False
         self.allocation.open(seq, match)
         seq.num_computed = seq.num_done = match.num_tokens
         seq.num_published = match.num_tokens // self.layout.block_size
@@ -140,7 +142,7 @@ class KVMemory:
         self._note("fork", child.seq_id, parent.seq_id, child.seq_id)
         self._copied(child, copies)
         child.num_computed, child.num_done = parent.num_computed, parent.num_done
-        child.num_published = parent.num_published
+        child.num_published, child.drafted = parent.num_published, parent.drafted
         # Only the shared tokens: a resumed parent knows keys of its own output already.
         child.keys = parent.keys[: parent.num_computed // self.layout.block_size]
         parent.writable_until = child.writable_until = 0
@@ -152,7 +154,7 @@ class KVMemory:
             table.forget_sent()
         heir.tables, leader.tables = leader.tables, []
         heir.num_computed, heir.num_done = leader.num_computed, leader.num_done
-        heir.num_published = leader.num_published
+        heir.num_published, heir.drafted = leader.num_published, leader.drafted
         heir.keys = leader.keys[: leader.num_computed // self.layout.block_size]
         swapped = leader.request.swapped
         if swapped is not None and leader.seq_id in swapped:

@@ -44,6 +44,7 @@ class _Entry:
     tokens: tuple[int, ...]
     blocks: list[int]
     depth: int  # logical block index
+    drafted: bool = True  # a draft model's groups hold what they should
 
     def is_at(self, depth: int, parent: bytes) -> bool:
         """Is this the block at that place of a chain? Only a collision of hashes can make it another."""
@@ -54,7 +55,8 @@ class _Entry:
 class Match:
     """What can be taken over: `num_tokens` positions; per group the ids from logical block `first[group]` on.
 
-    `partial`: the last block is used only in part and will be copied when it is written.
+    `partial`: the last block is used only in part and will be copied when it is written. `drafted`: of all its blocks,
+    see `_Entry`.
     """
 
     num_tokens: int = 0
@@ -62,6 +64,7 @@ class Match:
     first: tuple[int, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
     partial: bool = False
+    drafted: bool = True
 
     def blocks(self) -> list[int]:
         return [b for group in self.ids for b in group]
@@ -150,7 +153,8 @@ class PrefixCache:
             begin = min(begin, len(chain))
             first.append(begin)
             ids.append(tuple(self._entries[k].blocks[group] for k in chain[begin:]))
-        return Match(count, len(chain), tuple(first), tuple(ids), bool(extra))
+        drafted = all(self._entries[k].drafted for k in chain)
+        return Match(count, len(chain), tuple(first), tuple(ids), bool(extra), drafted)
 
     def _longest(self, keys: Seq[bytes], token_ids: Seq[int], root: bytes, limit: int) -> int:
         """Number of leading full blocks that every group can serve."""
@@ -209,8 +213,13 @@ class PrefixCache:
 
     # -- publishing and forgetting ---------------------------------------------------------------------------------
 
-    def publish(self, key: bytes, parent: bytes, tokens: Seq[int], depth: int, group: int, block: int) -> bool:
-        """`block` holds the KV of `tokens` after `parent` for `group`; False if that content is published already."""
+    def publish(
+        self, key: bytes, parent: bytes, tokens: Seq[int], depth: int, group: int, block: int, drafted: bool = True
+    ) -> bool:
+        """`block` holds the KV of `tokens` after `parent` for `group`; False if that content is published already.
+
+        Not `drafted`: unless the group is a draft model's, which has not computed them.
+        """
         entry = self._entries.get(key)
         if entry is None:
             entry = _Entry(parent, tuple(tokens), [-1] * len(self._windows), depth)
@@ -224,6 +233,7 @@ class PrefixCache:
         if self._pool.is_published(block):
             return False
         entry.blocks[group] = block
+        entry.drafted &= drafted
         self._where[block] = (key, group, parent)
         self._pool.publish(block)
         return True

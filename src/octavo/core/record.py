@@ -173,8 +173,9 @@ def replay(path: str | Path, *, watcher: Watcher | None = None) -> ReplayReport:
     groups = tuple(KVGroup(tuple(g["layers"]), g["window"]) for g in layout.pop("groups"))
     settings = header["settings"]
     if (guessing := settings.get("speculation")) is not None:
-        costs = tuple((rows, time) for rows, time in guessing["row_costs"])
-        settings["speculation"] = SpeculationSettings(**{**guessing, "row_costs": costs})
+        for name in ("row_costs", "draft_costs"):
+            guessing[name] = tuple((rows, time) for rows, time in guessing[name])
+        settings["speculation"] = SpeculationSettings(**guessing)
     scheduler = Scheduler(SchedulerSettings(**settings), KVLayout(groups=groups, **layout))
     if watcher is not None:
         watcher.begin(scheduler, header["about"])

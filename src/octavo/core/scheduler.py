@@ -186,7 +186,8 @@ class Scheduler:
         else:
             self._admit(round_, now)
         if self.speculator is not None:
-            self.speculator.plan(round_, self.admission.outstanding())
+            crowd = min(len(self._sequences), self.settings.max_num_seqs)
+            self.speculator.plan(round_, self.admission.outstanding(), crowd)
         return self._commit(round_)
 
     def _work(self, round_: Round) -> list[tuple[Sequence, int]]:  # oldest request first

@@ -66,6 +66,7 @@ class Sequence:
 
     __slots__ = (
         "cumulative_logprob",
+        "drafted",
         "epoch",
         "finish_reason",
         "index",
@@ -101,6 +102,7 @@ class Sequence:
         self.num_pending = 0  # drawn by a step in flight, value not known here yet
         self.num_proposed = 0  # the step in flight computes so many guesses behind what is known
         self.speculation: Any = None  # what `Speculator` has learnt of it
+        self.drafted: bool | None = None  # a draft model computes all that the model computes; None: not decided yet
         self.keys: list[bytes] = []  # chained hashes of its full blocks, grown on demand
         self.num_published = 0
         self.writable_until = 0  # positions below need no block and no copy before they are written

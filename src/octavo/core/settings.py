@@ -12,8 +12,8 @@ class SpeculationSettings:
     method: "ngram" (what followed the same tokens before in the sequence) or "draft" (a smaller model, run by the
     runner). num_tokens: most proposals for a sequence in one step. lookup_min, lookup_max: tokens that must, and at
     most do, agree before a continuation is copied. row_costs: (rows, time of a step with so many), rows ascending, any
-    unit; empty: proposals cost nothing, so as many as possible are made. draft_cost: one pass of the draft model in the
-    same unit.
+    unit; empty: proposals cost nothing, so as many as possible are made. draft_costs: the same of a pass of the draft
+    model, in the same unit.
     """
 
     method: str
@@ -21,7 +21,7 @@ class SpeculationSettings:
     lookup_min: int = 2
     lookup_max: int = 4
     row_costs: tuple[tuple[int, float], ...] = ()
-    draft_cost: float = 0.0
+    draft_costs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,28 +10,27 @@ How many: the number that makes the most tokens per second by the costs in the s
 step of R rows, one guess more (of a sequence whose guesses come true with probability p, behind j others) is worth
 p^(j+1) tokens and costs T(R + 1) - T(R). All is judged together, so guesses stop where the batch makes them a loss.
 p is learnt per sequence from its latest guesses; n-gram guesses that were not worth checking are compared with what
-was drawn anyway, so a sequence that begins to repeat itself is noticed at no cost.
+was drawn anyway, so a sequence that begins to repeat itself is noticed at no cost. A draft model's guesses cost passes
+of its own: `following.py`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
+from octavo.core.following import LIKELIEST, PATIENCE, TRUST, Following
 from octavo.core.kv_layout import largest
 from octavo.core.memory import KVMemory
 from octavo.core.proposals import Lookup
 from octavo.core.rounds import Round
+from octavo.core.row_costs import RowCosts
 from octavo.core.sequence import Sequence
 from octavo.core.settings import SpeculationSettings
 from octavo.core.step import PROPOSED
 
-MARGIN = 1.02  # tokens per second must grow by this much before anything is guessed
 FORGET = 0.95  # weight of what was learnt before, per guess judged
-LIKELIEST = 0.97  # no sequence is trusted more
-PROBE_AFTER = 16  # steps without a draft after which one token is drafted to see
 
 
 @dataclass(slots=True)
@@ -50,9 +49,9 @@ class Outlook:
 
     __slots__ = ("hits", "idle", "lookup", "shadow", "tried")
 
-    def __init__(self, lookup: Lookup | None) -> None:
+    def __init__(self, lookup: Lookup | None, chance: float = 0.5, trust: float = 2.0) -> None:
         self.lookup = lookup
-        self.tried, self.hits = 2.0, 1.0  # before anything is known: even chances
+        self.tried, self.hits = trust, trust * chance  # before anything is known of it
         self.shadow = -1  # the first guess, where none was checked
         self.idle = 0  # steps since the last guess
 
@@ -76,6 +75,10 @@ class Speculator:
         self.counters = SpeculationCounters(drafted_at=[0] * settings.num_tokens, accepted_at=[0] * settings.num_tokens)
         self._memory = memory
         self._costs = RowCosts(settings.row_costs)
+        self.following: Following | None = None
+        if settings.method == "draft":
+            passes = RowCosts(settings.draft_costs) if settings.draft_costs else None
+            self.following = Following(settings.num_tokens, self._costs, passes)
 
     def stats(self) -> dict[str, Any]:
         """The counters by the names of `EngineStats`."""
@@ -86,33 +89,39 @@ class Speculator:
             "spec_accepted_tokens": c.accepted,
             "spec_draft_tokens_per_pos": tuple(c.drafted_at),
             "spec_accepted_tokens_per_pos": tuple(c.accepted_at),
+            "spec_left_sequences": self.following.left if self.following else 0,
         }
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def plan(self, round_: Round, promised: int) -> None:
-        """Everything else is decided. promised: blocks that admitted prompts were counted with and have not taken."""
+    def plan(self, round_: Round, promised: int, crowd: int) -> None:
+        """Everything else is decided. promised: blocks that admitted prompts were counted with and have not taken.
+
+        crowd: sequences that there are, or will be, at once.
+        """
+        if self.following is not None:
+            for seq in round_.decided:
+                if seq.drafted is None:
+                    seq.speculation = Outlook(None, self.following.begin(seq, crowd), TRUST)
         if not round_.budget or not round_.decided:
             return
         rows, drawing = sum(round_.decided.values()), len(round_.decided)
-        if not self._costs.is_worth(drawing, rows, [1.0], self.settings.draft_cost):
+        extra = self._extra(round_)
+        worth = self._costs.is_worth(drawing, rows, [1.0], extra(1))
+        if not worth and self.following is None:
             return  # not even a certain guess would pay
         found = []
         for seq, count in round_.decided.items():
-            if count == 1 and _may_guess(seq):
+            if count == 1 and seq.drafted is not False and _may_guess(seq):
                 outlook = seq.speculation or self._outlook(seq)
                 room = min(self.settings.num_tokens, seq.request.max_len - len(seq.token_ids) - 1, round_.budget)
                 if guesses := self._guesses(seq, outlook, room):
                     found.append((seq, outlook, guesses))
-        if not found:
-            return
-        wanted = self._costs.share_out(
-            drawing, rows, [(o.chance, len(g)) for _, o, g in found], self.settings.draft_cost
-        )
+        wanted = [0] * len(found)
+        if worth and found:
+            wanted = self._costs.share_out(drawing, rows, [(o.chance, len(g)) for _, o, g in found], extra)
         for (seq, outlook, guesses), count in zip(found, wanted):
             taken = self._take(seq, min(count, round_.budget), promised) if count else 0
-            if not taken and outlook.idle >= PROBE_AFTER and self.settings.method == "draft" and round_.budget:
-                taken = self._take(seq, 1, promised)
             if taken:
                 round_.proposals[seq] = guesses[:taken]
                 round_.decided[seq] += taken
@@ -121,11 +130,24 @@ class Speculator:
             else:
                 outlook.shadow = guesses[0]
                 outlook.idle += 1
+                if self.following is not None and outlook.idle >= PATIENCE:
+                    self.following.leave(seq)
+
+    def _extra(self, round_: Round) -> Callable[[int], float]:
+        """What guessing costs besides rows of the step, by the guesses of the longest row."""
+        following = self.following
+        if following is None:
+            return lambda guesses: 0.0
+        followed = sum(count == 1 and seq.drafted is True for seq, count in round_.decided.items())
+        return lambda guesses: following.cost(guesses, followed)
 
     def _outlook(self, seq: Sequence) -> Outlook:
         settings = self.settings
-        lookup = Lookup(settings.lookup_min, settings.lookup_max) if settings.method == "ngram" else None
-        outlook = seq.speculation = Outlook(lookup)
+        if self.following is not None:
+            outlook = Outlook(None, self.following.chance, TRUST)
+        else:
+            outlook = Outlook(Lookup(settings.lookup_min, settings.lookup_max))
+        seq.speculation = outlook
         return outlook
 
     def _guesses(self, seq: Sequence, outlook: Outlook, count: int) -> tuple[int, ...]:
@@ -163,6 +185,8 @@ class Speculator:
         seq.num_proposed = 0
         accepted = len(drawn) - 1
         outlook.learn(min(accepted + 1, proposed), accepted)
+        if self.following is not None:
+            self.following.learn(min(accepted + 1, proposed), accepted)
         counters = self.counters
         counters.drafts += 1
         counters.drafted += proposed
@@ -184,45 +208,3 @@ def _may_guess(seq: Sequence) -> bool:
         and seq.num_pending == 0
         and seq.num_computed + 1 == len(seq.token_ids)
     )
-
-
-class RowCosts:
-    """T(rows), linear between the measured points and beyond the last; constant without any."""
-
-    def __init__(self, points: tuple[tuple[int, float], ...]) -> None:
-        self._margin = MARGIN if points else 1.0
-        self._rows = [rows for rows, _ in points]
-        self._times = list(accumulate((time for _, time in points), max))  # noise must not make rows cheaper
-
-    def time(self, rows: int) -> float:
-        if not self._rows:
-            return 1.0
-        if len(self._rows) == 1:
-            return self._times[0]
-        at = min(max(bisect_right(self._rows, rows), 1), len(self._rows) - 1)
-        (r0, r1), (t0, t1) = self._rows[at - 1 : at + 1], self._times[at - 1 : at + 1]
-        return max(t0 + (t1 - t0) * (rows - r0) / (r1 - r0), 1e-12)
-
-    def is_worth(self, drawing: int, rows: int, gains: list[float], extra: float) -> bool:
-        """Do guesses that bring `gains` pay in a step of `rows` rows that brings `drawing` tokens without them?"""
-        more = (drawing + sum(gains)) / (self.time(rows + len(gains)) + extra)
-        return more >= self._margin * drawing / self.time(rows)
-
-    def share_out(self, drawing: int, rows: int, offers: list[tuple[float, int]], pass_cost: float) -> list[int]:
-        """Guesses for each offer (chance, most): the number with the most tokens per time, the likeliest first.
-
-        pass_cost: what each further guess in the longest row costs in addition (a pass of the draft model).
-        """
-        ranked = sorted((-(chance ** (j + 1)), j, i) for i, (chance, most) in enumerate(offers) for j in range(most))
-        best_rate, best = self._margin * drawing / self.time(rows), 0
-        gain, longest = 0.0, 0
-        for count, (minus_gain, j, _) in enumerate(ranked, 1):
-            gain -= minus_gain
-            longest = max(longest, j + 1)
-            rate = (drawing + gain) / (self.time(rows + count) + longest * pass_cost)
-            if rate > best_rate:
-                best_rate, best = rate, count
-        shares = [0] * len(offers)
-        for _, _, i in ranked[:best]:
-            shares[i] += 1
-        return shares

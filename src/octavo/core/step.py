@@ -99,7 +99,8 @@ class ScheduledSequence(NamedTuple):
     the last. `prompt_logprobs`: also return logprobs of the prompt tokens that follow the computed positions.
     `num_proposed`: so many of the last `token_ids` are guesses. Then the one sequence in `sample_ids` draws at the last
     known position and goes on drawing behind each guess for as long as the guess is what it drew: 1 to
-    `num_proposed` + 1 tokens, exactly those that it would draw one step at a time.
+    `num_proposed` + 1 tokens, exactly those that it would draw one step at a time. `drafted`: a draft model, where
+    there is one, computes the positions too; it has computed all before.
     """
 
     seq_id: int
@@ -109,6 +110,7 @@ class ScheduledSequence(NamedTuple):
     sample_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     num_proposed: int = 0
+    drafted: bool = True
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,9 @@
 """`DraftModel`: a smaller model that guesses ahead, with its own layers' blocks in the same pool.
 
 Its layers are further groups of the layout, so its keys and values live in the same block tables, are forked, swapped,
-cached and truncated with the target's, and need no bookkeeping of their own. The invariant that makes that work: in
-every step it computes exactly the positions that the target computes, so whatever is true of a position of one model is
-true of the other.
+cached and truncated with the target's, and need no bookkeeping of their own. The invariant that makes that work: of a
+sequence that it follows it computes, in every step, exactly the positions that the target computes, so whatever is true
+of a position of one model is true of the other. Of the others it computes nothing, ever again (`core/following.py`).
 
 A step with guesses is one pass per guess (each over one token of every sequence that still needs one), and one last
 pass over everything else of the step and the last guesses. Guesses are drawn as the target will draw: greedily for a
@@ -62,13 +62,16 @@ class DraftModel:
         )
 
     def follow(self, scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Compute the step's positions; returns the same items with tokens in the places of the guesses."""
-        guesses: dict[int, list[int]] = {s.seq_id: [] for s in scheduled if s.num_proposed}
-        for place in range(max((s.num_proposed for s in scheduled), default=0)):
-            step = [_single(s, place, guesses[s.seq_id]) for s in scheduled if s.num_proposed > place]
+        """Compute the positions of those it follows; returns all with tokens in the places of the guesses."""
+        followed = [s for s in scheduled if s.drafted]
+        if not followed:
+            return list(scheduled)
+        guesses: dict[int, list[int]] = {s.seq_id: [] for s in followed if s.num_proposed}
+        for place in range(max(s.num_proposed for s in followed)):
+            step = [_single(s, place, guesses[s.seq_id]) for s in followed if s.num_proposed > place]
             for s, token in zip(*self._guess(step), strict=True):
                 guesses[s.seq_id].append(token)
-        self._pass([_single(s, s.num_proposed, guesses[s.seq_id]) if s.num_proposed else s for s in scheduled])
+        self._pass([_single(s, s.num_proposed, guesses[s.seq_id]) if s.num_proposed else s for s in followed])
         return [
             s._replace(token_ids=(*s.token_ids[: -s.num_proposed], *guesses[s.seq_id])) if s.num_proposed else s
             for s in scheduled
