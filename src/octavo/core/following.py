@@ -15,7 +15,7 @@ from __future__ import annotations
 from octavo.core.row_costs import MARGIN, RowCosts
 from octavo.core.sequence import Sequence
 
-PATIENCE = 8  # steps without a guess after which a sequence is left
+PATIENCE = 8  # steps in which the load leaves no room for a guess, after which a sequence is left
 EXPLORE = 16  # of so many sequences that the forecast is against, one is followed
 FORGET = 0.98  # weight of what was learnt before, per guess judged
 LIKELIEST = 0.97  # nobody is trusted more
@@ -56,10 +56,11 @@ class Following:
         self.left += not seq.drafted
         return chance
 
-    def leave(self, seq: Sequence) -> None:
-        """It goes on without the draft."""
-        seq.drafted = False
-        self.left += 1
+    def idle(self, seq: Sequence, chance: float, steps: int) -> None:
+        """It got no guess, for so many steps by now. Hopeless even alone: it goes on without the draft at once."""
+        if steps >= PATIENCE or not self._pays(1, chance):
+            seq.drafted = False
+            self.left += 1
 
     def cost(self, guesses: int, followed: int) -> float:
         """Of the draft in a step: `guesses` passes and the one over what is left, over `followed` rows each."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.following import LIKELIEST, PATIENCE, TRUST, Following
+from octavo.core.following import LIKELIEST, TRUST, Following
 from octavo.core.kv_layout import largest
 from octavo.core.memory import KVMemory
 from octavo.core.proposals import Lookup
@@ -130,8 +130,8 @@ class Speculator:
             else:
                 outlook.shadow = guesses[0]
                 outlook.idle += 1
-                if self.following is not None and outlook.idle >= PATIENCE:
-                    self.following.leave(seq)
+                if self.following is not None:
+                    self.following.idle(seq, outlook.chance, outlook.idle)
 
     def _extra(self, round_: Round) -> Callable[[int], float]:
         """What guessing costs besides rows of the step, by the guesses of the longest row."""

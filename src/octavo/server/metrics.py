@@ -141,6 +141,7 @@ def _speculation_families(stats: EngineStats, model: str) -> Iterator[Metric]:
         ("spec_decode_num_drafts", "Rows computed with guesses", stats.spec_drafts),
         ("spec_decode_num_draft_tokens", "Guesses checked", stats.spec_draft_tokens),
         ("spec_decode_num_accepted_tokens", "Guesses found right", stats.spec_accepted_tokens),
+        ("spec_decode_num_left_sequences", "Sequences a draft did not follow to the end", stats.spec_left_sequences),
     ):
         yield _one(CounterMetricFamily, name, text, model, value)
     accepted = CounterMetricFamily(
