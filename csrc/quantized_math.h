@@ -86,13 +86,12 @@ OCTAVO_INLINE void dot(const int16_t* query, const Rows<T>& keys, Ahead next, in
       }
     }
   };
+  const auto ask = [&](int j) {
+    for (int c = 0; Ask && c < NK; ++c) next.ask(c, j);
+  };
   int j = 0;
-  for (; j + 64 <= d; j += 64) {
-    if (Ask)
-      for (int c = 0; c < NK; ++c) next.ask(c, j);
-    add(j), add(j + 16), add(j + 32), add(j + 48);
-  }
-  for (; j < d; j += 16) add(j);
+  for (; j + 64 <= d; j += 64) ask(j), add(j), add(j + 16), add(j + 32), add(j + 48);
+  for (; j < d; j += 16) ask(j), add(j);
   const f8 s = total8<T::kSmall>(acc);
   for (int r = 0; r < NQ; ++r) memcpy(out + r * kQuantizedTile, (const float*)&s + r * NK, NK * sizeof(float));
 }

@@ -32,12 +32,13 @@ def test_nothing_without_speculation() -> None:
 def test_counters_and_places() -> None:
     found = samples(
         spec_drafts=4, spec_draft_tokens=8, spec_accepted_tokens=5, spec_draft_tokens_per_pos=(4, 4),
-        spec_accepted_tokens_per_pos=(3, 2),
+        spec_accepted_tokens_per_pos=(3, 2), spec_left_sequences=1,
     )  # fmt: skip
     assert found == {
         ("octavo:spec_decode_num_drafts_total", ""): 4.0,
         ("octavo:spec_decode_num_draft_tokens_total", ""): 8.0,
         ("octavo:spec_decode_num_accepted_tokens_total", ""): 5.0,
+        ("octavo:spec_decode_num_left_sequences_total", ""): 1.0,
         ("octavo:spec_decode_num_accepted_tokens_per_pos_total", "0"): 3.0,
         ("octavo:spec_decode_num_accepted_tokens_per_pos_total", "1"): 2.0,
     }

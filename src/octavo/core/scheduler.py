@@ -45,8 +45,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.counters = Counters()
         self._sequences: dict[int, Sequence] = {}
-        self._next_seq_id = 0
-        self._step = 0
+        self._next_seq_id = self._step = 0
         self._now = 0.0
         self._flights: deque[Flight] = deque()
         self._ends: list[int] = []
