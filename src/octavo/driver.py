@@ -1,15 +1,16 @@
 """`Driver`: callers' requests on one engine: admit all or none, step until they are done, hand each its outputs.
 
-Several callers may be under way at once (a stream that is read between two `generate` calls): every output goes to the
-mail of its request. Knows nothing of text or blocks. The invariant: whatever way a call ends, none of its requests
-stays in the engine, and Ctrl-C never interrupts the engine half-way through a step.
+Several callers may be under way at once (a stream that is read between two `generate` calls, threads): every output
+goes to the mail of its request. Threads take turns, a step at a time, so their requests run in one batch. Knows nothing
+of text or blocks. The invariant: whatever way a call ends, none of its requests stays in the engine, and Ctrl-C never
+interrupts the engine half-way through a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, InternalError, OctavoError, RequestError
@@ -18,6 +19,7 @@ from octavo.outputs import RequestOutput
 from octavo.progress import RequestProgress
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.text.prompts import Prompt
+from octavo.turns import Turns
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
@@ -26,7 +28,7 @@ Params = SamplingParams | BeamSearchParams | PoolingParams
 
 
 class Driver:
-    """Requests of one `LLM` on one engine. Not for several threads."""
+    """Requests of one `LLM` on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,28 +37,24 @@ class Driver:
         self._busy = False  # inside the engine: a garbage collection there must not abort a request
         self._abandoned: list[str] = []
         self._closed = False
+        self._turns = Turns()
         self.watcher: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Close the engine; what is abandoned later needs no abort."""
-        self._closed = True
-        self._mail.clear()
-        self._engine.close()
-
-    def _open(self) -> Engine:
-        if self._closed:
-            raise ConfigError("this LLM is closed; make a new one")
-        return self._engine
+        with self.turn():
+            self._closed = True
+            self._mail.clear()
+            self._engine.close()
 
     def admit(
         self, prompts: list[Prompt], params: Sequence[Params], priorities: Sequence[int | None], ids: list[str]
     ) -> list[str]:
         """Hand all requests to the engine, or none; their names are appended to `ids` as they enter."""
-        engine = self._open()
         for index, priority in enumerate(priorities):
             if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
                 raise RequestError(f"priority={priority!r} (prompt {index}): must be an integer")
-        with self.all_or_none(ids), self._inside():
+        with self.all_or_none(ids), self._inside() as engine:
             for index, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
                 request_id = str(next(self._numbers))
                 try:
@@ -83,8 +81,8 @@ class Driver:
         with RequestProgress(len(ids), use_tqdm) as progress:
             waiting = dict.fromkeys(ids)
             while waiting:
-                self._step()
-                for request_id in [i for i in waiting if self._mail[i] is not None]:
+                self._step(waiting)
+                for request_id in [i for i in waiting if self._mail.get(i) is not None]:
                     output = self._take_mail(request_id)
                     if output is not None and output.finished:
                         done[request_id] = output
@@ -94,38 +92,52 @@ class Driver:
 
     def next_output(self, request_id: str) -> RequestOutput | None:
         """The newest output of a stream's request; steps unless another caller's steps have brought it already."""
-        if self._mail.get(request_id) is None:
-            self._step()
+        self._step((request_id,))
         return self._take_mail(request_id)
 
     def _take_mail(self, request_id: str) -> RequestOutput | None:
-        output = self._mail.get(request_id)
-        if output is not None:
-            if output.finished:
-                del self._mail[request_id]
-            else:
-                self._mail[request_id] = None
-        return output
+        with self.turn():
+            output = self._mail.get(request_id)
+            if output is not None:
+                if output.finished:
+                    del self._mail[request_id]
+                else:
+                    self._mail[request_id] = None
+            return output
 
-    def _step(self) -> None:
-        """One step of the engine; outputs go to the mail of their callers. Ctrl-C takes effect after the step."""
-        engine = self._open()
-        with self._inside():
-            if not engine.has_unfinished():
-                raise InternalError("the engine is idle but requests have not finished: they were lost")
-            for output in engine.step():
-                if output.request_id in self._mail:
-                    self._mail[output.request_id] = output
-        if self.watcher is not None:
-            self.watcher()
+    def _step(self, wanted: Collection[str]) -> None:
+        """One step of the engine, unless others' steps have brought something for `wanted`.
+
+        Outputs go to the mail of their callers. Ctrl-C takes effect after the step.
+        """
+        with self.turn():
+            if any(self._mail.get(request_id) is not None for request_id in wanted):
+                return
+            with self._inside() as engine:
+                if not engine.has_unfinished():
+                    raise InternalError("the engine is idle but requests have not finished: they were lost")
+                for output in engine.step():
+                    if output.request_id in self._mail:
+                        self._mail[output.request_id] = output
+            watcher = self.watcher
+        if watcher is not None:
+            watcher()
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """While the engine is being changed: no Ctrl-C, and streams dropped meanwhile are aborted afterwards."""
-        with Uninterrupted():
+    def turn(self) -> Iterator[None]:
+        """For whoever reads or changes the engine: no other thread does meanwhile, and Ctrl-C waits."""
+        with Uninterrupted(), self._turns:
+            yield
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[Engine]:
+        """A turn in which the engine is changed: streams dropped meanwhile are aborted afterwards."""
+        with self.turn():
+            if self._closed:
+                raise ConfigError("this LLM is closed; make a new one")
             self._busy = True
             try:
-                yield
+                yield self._engine
             finally:
                 self._busy = False
                 while self._abandoned:
@@ -147,10 +159,10 @@ class Driver:
 
     def abandon(self, request_id: str) -> None:
         """Take a request out of the engine, whatever state it is in. Harmless when it has ended, or after close."""
-        if self._busy:
-            self._abandoned.append(request_id)
-            return
-        self._mail.pop(request_id, None)
-        if not self._closed:
-            with Uninterrupted():
+        with self.turn():
+            if self._busy:  # dropped by a garbage collection inside the engine
+                self._abandoned.append(request_id)
+                return
+            self._mail.pop(request_id, None)
+            if not self._closed:
                 self._engine.abort(request_id)

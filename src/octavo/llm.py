@@ -4,9 +4,9 @@
     for output in llm.generate(["One", "Two"], SamplingParams(max_tokens=32)):
         print(output.outputs[0].text)
 
-Drives the engine's steps and gives each caller its own outputs; knows nothing of blocks or tensors. One thread at a
-time. The invariant: whatever way a call ends (an error at the door, Ctrl-C, a closed stream), none of its requests is
-left in the engine, and the engine can go on.
+Drives the engine's steps and gives each caller its own outputs; knows nothing of blocks or tensors. Threads may share
+one: they take turns, a step at a time, and what they ask for runs in one batch. The invariant: whatever way a call ends
+(an error at the door, Ctrl-C, a closed stream), none of its requests is left in the engine, and the engine can go on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class LLM:
 
     Settings are those of `EngineConfig` (see there); every one can be given by name. Raises ConfigError for an unknown
     setting or a value that cannot be honoured, ModelError for model files that cannot be used. Usable as a context
-    manager; `close` gives the memory back. on_progress(stage, done, total) is called while loading.
+    manager, and from several threads; `close` gives the memory back. on_progress(stage, done, total) is called while
+    loading.
     """
 
     def __init__(
@@ -246,11 +247,13 @@ class LLM:
         Requests may be under way. Raises ModelError for files that do not fit, RequestError for a name in use or one
         adapter more than `max_loras`.
         """
-        return self._live().load_lora(name, path)
+        with self._driver.turn():
+            return self._live().load_lora(name, path)
 
     def drop_lora(self, name: str) -> None:
         """Take the name away at once; requests that run with the adapter finish with it, then its memory is free."""
-        self._live().drop_lora(name)
+        with self._driver.turn():
+            self._live().drop_lora(name)
 
     def loras(self) -> list[LoadedAdapter]:
         """The adapters that requests can name."""
@@ -287,7 +290,8 @@ class LLM:
 
     def pool_view(self) -> Any:
         """The pool as it is now: counts, block tables, peaks (`PoolView`)."""
-        return self._live().pool_view()
+        with self._driver.turn():
+            return self._live().pool_view()
 
     def watch(self, callback: Callable[[], None] | None, *, before_update: Callable[[], None] | None = None) -> None:
         """Call `callback()` after every step (None: no more); it may look at `pool_view()`, not start requests.
@@ -300,7 +304,8 @@ class LLM:
 
     def audit(self) -> None:
         """Check the whole bookkeeping; raises AuditError that pinpoints the first inconsistent block."""
-        self._live().audit()
+        with self._driver.turn():
+            self._live().audit()
 
     def settings(self) -> dict[str, Any]:
         """setting -> {"asked", "chosen", "why"}."""
@@ -308,7 +313,8 @@ class LLM:
 
     def stats(self) -> Any:
         """Counters of the engine so far."""
-        return self._live().stats()
+        with self._driver.turn():
+            return self._live().stats()
 
     def explain(self, request_id: str) -> Any:
         """How much of a finished request's prompt came from the prefix cache, and which block broke the chain and why.
@@ -316,11 +322,13 @@ class LLM:
         A `FinishedRequest`: `str()` of it is the sentence. The latest few hundred are kept. The same for an output at
         hand: `str(output.cache_report)`.
         """
-        return self._live().explain(request_id)
+        with self._driver.turn():
+            return self._live().explain(request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False (and nothing done) while requests are running."""
-        return self._live().reset_prefix_cache()
+        with self._driver.turn():
+            return self._live().reset_prefix_cache()
 
     def close(self) -> None:
         """Give everything back. A second close does nothing; any other call after it raises ConfigError."""

@@ -19,6 +19,7 @@ from octavo.core.fake_runner import default_script
 from octavo.core.following import EXPLORE, PATIENCE
 from octavo.core.proposals import Lookup
 from octavo.core.record import Recorder, replay
+from octavo.core.rounds import Round
 from octavo.core.row_costs import RowCosts
 from octavo.core.sequence import Request
 from octavo.core.settings import SpeculationSettings
@@ -204,6 +205,25 @@ def test_guesses_shrink_to_the_blocks_that_are_free() -> None:
     rig.run()
     rig.check_answers(request, other)
     assert rig.scheduler.counters.preemptions == 0
+
+
+def test_blocks_wanted_while_guesses_are_on_their_way_leave_what_these_may_fall_back_to() -> None:
+    """A sweep behind the windows goes by what is known: wrong guesses are taken back, and the window with them."""
+    rig = drafting_rig(100, block_size=1, windows=(6, None), k=4, delay=1)
+    rig.runner.draft = lambda tokens, index: 5
+    request = rig.add(prompt(9), max_tokens=30, end_ids=())
+    (seq,) = request.sequences
+    for _ in range(6):
+        rig.step()
+    rig.take(rig.device.collect())  # nothing in flight: the next step may guess
+    rig.step()
+    assert seq.num_proposed == 4
+    known = seq.num_computed - seq.num_proposed
+    rig.scheduler._sweep_windows(Round(8))
+    table, windowed = next((t, g) for t, g in zip(seq.tables, rig.layout.groups) if g.window)
+    assert table.first_live == windowed.first_needed(known) < windowed.first_needed(seq.num_computed)
+    rig.run()
+    rig.check_answers(request)
 
 
 def test_preemption_forgets_the_guesses() -> None:

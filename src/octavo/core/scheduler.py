@@ -45,8 +45,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.counters = Counters()
         self._sequences: dict[int, Sequence] = {}
-        self._next_seq_id = self._step = 0
-        self._now = 0.0
+        self._next_seq_id, self._step, self._now = 0, 0, 0.0
         self._flights: deque[Flight] = deque()
         self._ends: list[int] = []
         self._has_windows = any(g.window is not None for g in layout.groups)
@@ -244,11 +243,12 @@ class Scheduler:
     def _sweep_windows(self, round_: Round) -> None:
         """Give back what lies behind the windows of everything that runs, also of beams that wait for each other.
 
-        A long chunk leaves blocks behind that its sequence only gives back when it needs new ones itself.
+        A long chunk leaves blocks behind that its sequence only gives back when it needs new ones itself. Guesses on
+        their way may be taken back: what the positions before them read stays.
         """
         round_.swept = True
         for seq in (s for r in self.running for s in r.live()):
-            self.memory.allocation.release_behind_window(seq, seq.num_computed)
+            self.memory.allocation.release_behind_window(seq, seq.num_computed - seq.num_proposed)
 
     def _affordable(self, seq: Sequence, count: int) -> int:
         """The most positions, at most `count`, for which there are blocks."""
