@@ -56,7 +56,7 @@ PART_OF = {
     "door": "engine",
     "engine_stats": "engine", "overlapping": "engine", "device_setup": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
-    "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
+    "turns": "interrupts", "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
     "paged": "attention", "functional": "attention", "host_memory": "devices", "npu_device": "devices",
     "__init__": "package", "__main__": "cli",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any
 
 from octavo.core.kv_format import parse_kv_dtype
@@ -117,8 +118,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 0")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must lie in (0, 1]")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share!r}: must be a number in (0, 1]")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in ("bool", "bool | None") and not (isinstance(value, bool) or value is f.default is None):
+                raise ConfigError(f"{f.name}={value!r}: must be True or False")
+        if self.seed is not None and (type(self.seed) is not int or not -(2**63) <= self.seed < 2**64):
+            raise ConfigError(f"seed={self.seed!r}: must be a whole number of 64 bits")
+        if self.record is not None and not isinstance(self.record, str | PathLike):
+            raise ConfigError(f"record={self.record!r}: must be the path of a file to write")
         if self.allocation == "static":
             if self.enable_prefix_caching:
                 raise ConfigError(

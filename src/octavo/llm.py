@@ -36,9 +36,8 @@ class LLM:
     """A loaded model and its engine.
 
     Settings are those of `EngineConfig` (see there); every one can be given by name. Raises ConfigError for an unknown
-    setting or a value that cannot be honoured, ModelError for model files that cannot be used. Usable as a context
-    manager, and from several threads; `close` gives the memory back. on_progress(stage, done, total) is called while
-    loading.
+    setting or a value that cannot be honoured, ModelError for model files that cannot be used. Usable from several
+    threads, and as a context manager: `close` gives the memory back. on_progress(stage, done, total): while loading.
     """
 
     def __init__(
@@ -267,10 +266,11 @@ class LLM:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        tokenizer = self._tokenizer("decode needs one")
-        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """Text of token ids. Raises PromptError for one outside the vocabulary."""
+        tokenizer, ids = self._tokenizer("decode needs one"), list(token_ids)
+        if wrong := [token for token in ids if not 0 <= token < self.spec.vocab_size]:
+            raise PromptError(f"id {wrong[0]} is outside the vocabulary: ids run from 0 to {self.spec.vocab_size - 1}")
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer; raises RequestError when there is none."""

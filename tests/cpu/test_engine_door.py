@@ -180,6 +180,12 @@ def test_parameters_the_model_or_pool_cannot_serve(
     assert_harmless(llm, good)
 
 
+@pytest.mark.parametrize("wrong", [-1, 320, 10**12])
+def test_decode_refuses_ids_that_are_none(wrong: int, llm: LLM, good: list[int]) -> None:
+    message(PromptError, lambda: llm.decode([5, wrong]), f"id {wrong}", "outside the vocabulary", "0 to 319")
+    assert_harmless(llm, good)
+
+
 def test_the_last_id_of_the_vocabulary_works(llm: LLM, good: list[int]) -> None:
     """Kind 29: the limit is the embedding's rows (320), not the tokenizer's size (259)."""
     given = {"logit_bias": {319: 1.0}, "stop_token_ids": [319], "allowed_token_ids": [318, 319]}

@@ -203,3 +203,17 @@ def test_host_peak_sees_memory_that_is_gone_again():
 def test_huge_pages_are_advised_for_large_tensors_only():
     assert not memory.advise_huge_pages(torch.zeros(10))
     assert memory.advise_huge_pages(torch.zeros(8 << 20)) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((6, 2048, 10**7, 2048), "=10000000: so many block tables of 2048 blocks in 6 groups need .* lower max_num_seqs"),
+        ((1, 8, 10**30, 1), "max_num_seqs=1000000000000000000000000000000: so many"),
+        ((6, 2048, 64, 10**12), "=1000000000000: so many tokens of a step need .* lower max_num_batched_tokens$"),
+    ],
+)  # fmt: skip
+def test_arrays_that_cannot_be_had_are_refused(given: tuple[int, int, int, int], message: str) -> None:
+    memory.check_host_arrays(6, 2048, 64, 2048)
+    with pytest.raises(ConfigError, match=message):
+        memory.check_host_arrays(*given)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.devices import Device, device_of
+from octavo.errors import ConfigError
 from octavo.host_memory import available_cpu_bytes, total_cpu_bytes
 
 GIB = 1 << 30
@@ -38,6 +39,25 @@ class Budget:
 def available_bytes(device: torch.device | str | Device) -> int:
     """Bytes that can be allocated on `device` now."""
     return device_of(device).available_bytes()
+
+
+def check_host_arrays(num_groups: int, max_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raise ConfigError where the runner's own arrays (block tables, a step's tokens) could not be had.
+
+    The tables are kept twice, whole: as they are, and as the step at hand reads them.
+    """
+    available = available_bytes("cpu")
+    steps = 8 * (3 + num_groups) * max_num_batched_tokens
+    tables = f"block tables of {max_blocks} blocks in {num_groups} group{'s' * (num_groups > 1)}"
+    for name, value, what, needed in (
+        ("max_num_seqs", max_num_seqs, tables, 8 * num_groups * max_blocks * max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens, "tokens of a step", steps),
+    ):
+        if needed > available:
+            raise ConfigError(
+                f"{name}={value}: so many {what} need {needed / MIB:.0f} MiB of memory, {available / MIB:.0f} MiB are "
+                f"available; lower {name}{' or max_model_len' if name == 'max_num_seqs' else ''}"
+            )
 
 
 def cpu_budget(utilization: float = 1.0, available: int | None = None, total: int | None = None) -> Budget:

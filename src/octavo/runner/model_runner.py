@@ -22,6 +22,7 @@ from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.runner.draft import Draft, DraftModel
 from octavo.runner.kv_store import KVStore
+from octavo.runner.memory import check_host_arrays
 from octavo.runner.rows import RowStore, SequenceRow
 from octavo.runner.sampler import Draw, Sampler
 from octavo.runner.verify import Pick, draw_picks
@@ -86,6 +87,7 @@ class ModelRunner:
         self._backend = backend
         layout = self.store.cache.layout
         num_groups = layout.num_groups + (0 if draft is None else draft.cache.layout.num_groups)
+        check_host_arrays(num_groups, layout.blocks_for(max_model_len), max_num_seqs, max_num_batched_tokens)
         self._rows = RowStore(num_groups, layout.blocks_for(max_model_len), max_num_seqs, vocab_size)
         self._batches = BatchBuilder(
             layout,
