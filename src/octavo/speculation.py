@@ -16,7 +16,7 @@ from octavo.core.kv_layout import KVLayout
 from octavo.core.kv_sharing import SharedPool, share_pool
 from octavo.core.settings import SpeculationSettings
 from octavo.core.weight_format import check_weight_format
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels import cpu
 from octavo.kernels.interface import KVCache, make_backend
 from octavo.kernels.ops import Ops, TorchOps
@@ -61,11 +61,14 @@ def load_draft(
             "other places for other shapes); use kv_cache_dtype='auto', or method ngram"
         )
     own = replace(config, model=asked["model"], tokenizer=None, skip_tokenizer_init=True, speculative=None)
-    if "quantization" in asked:
-        form = check_weight_format(asked["quantization"], device.partition(":")[0])
-        own = replace(own, quantization=asked["quantization"])
-        ops = TorchOps(form) if ops.name == "torch" or device != "cpu" else cpu.make_ops(dtype, form)
-    model = load_model(own, dtype=dtype, device=device, ops=ops, on_progress=on_progress)
+    try:
+        if "quantization" in asked:
+            form = check_weight_format(asked["quantization"], device.partition(":")[0])
+            own = replace(own, quantization=asked["quantization"])
+            ops = TorchOps(form) if ops.name == "torch" or device != "cpu" else cpu.make_ops(dtype, form)
+        model = load_model(own, dtype=dtype, device=device, ops=ops, on_progress=on_progress)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"speculative: the draft: {error}") from error
     if model.spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
             f"speculative: the draft {asked['model']!r} has {model.spec.vocab_size} tokens in its vocabulary, the "

@@ -22,7 +22,7 @@ from octavo.core.record import replay
 from octavo.core.settings import SpeculationSettings
 from octavo.core.speculation import Speculator
 from octavo.engine import Engine, EngineStats
-from octavo.errors import ConfigError, SamplingError
+from octavo.errors import ConfigError, ModelError, SamplingError
 from octavo.outputs import RequestOutput
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.row_costs import measure_row_costs
@@ -295,6 +295,8 @@ def test_the_report_says_how_a_draft_shares_the_pool(models: dict[str, str]) -> 
         ("magic", "method 'magic' is not known; methods are ngram and draft"),
         ("ngram:0", "num_speculative_tokens=0 must be a whole number from 1 to 64"),
         ("ngram:many", "'ngram:many': write"),
+        ("ngram:", "'ngram:': write"),
+        ({"method": "draft", "model": "x", "quantization": "int99"}, "speculative: the draft's quantization='int99'"),
         ("draft", 'needs "model"'),
         ({"method": "ngram", "model": "x"}, "model has no effect with method 'ngram'"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "exceeds prompt_lookup_max=4"),
@@ -340,6 +342,11 @@ def test_costs_are_measured_on_an_idle_pool_and_leave_nothing(models: dict[str, 
     )  # fmt: skip
     few = measure_row_costs(alone, runner.store.cache.layout, alone=3, most=40, budget=0.0)
     assert [r for r, _ in few] == [1, 3, 32], "no time: one row, all guesses, a crowd"
+
+
+def test_a_draft_that_is_not_there_is_named_as_the_draft(models: dict[str, str]) -> None:
+    with pytest.raises(ModelError, match="speculative: the draft: model 'nope'"):
+        build(models["gemma3"], speculative="draft:nope:3")
 
 
 def test_drafts_that_do_not_fit_are_refused(models: dict[str, str]) -> None:

@@ -80,6 +80,15 @@ def test_prompts_of_no_form_are_refused(prompts: Any, message: str) -> None:
     assert not engine.live and engine.steps == 0
 
 
+@pytest.mark.parametrize(
+    ("ids", "shown"), [([1, 1.5], "float 1.5"), ([True], "bool True"), ("ab", "str 'ab'"), ({}, "dict")]
+)
+def test_ids_that_are_none_are_shown(ids: Any, shown: str) -> None:
+    llm, _ = make()
+    with pytest.raises(PromptError, match=f"must be a list of integers, got {shown}"):
+        llm.generate({"prompt_token_ids": ids})
+
+
 def test_options_reach_the_engine() -> None:
     llm, engine = make()
     seen: list[Any] = []

@@ -208,7 +208,7 @@ def test_huge_pages_are_advised_for_large_tensors_only():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((6, 2048, 10**7, 2048), "=10000000: so many block tables of 2048 blocks in 6 groups need .* lower max_num_seqs"),
+        ((6, 2048, 10**7, 2048), "=10000000: so many block tables of 2048 blocks in 6 groups need .* lower"),
         ((1, 8, 10**30, 1), "max_num_seqs=1000000000000000000000000000000: so many"),
         ((6, 2048, 64, 10**12), "=1000000000000: so many tokens of a step need .* lower max_num_batched_tokens$"),
     ],

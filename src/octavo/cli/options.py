@@ -12,7 +12,10 @@ from typing import Any
 from octavo.config import BLOCK_SIZES
 from octavo.errors import ConfigError, SamplingError
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+}  # fmt: skip
 
 #: Option of the command line -> setting of the engine, where the two differ.
 RENAMED = {"engine_debug": "debug", "engine_seed": "seed", "prefix_caching": "enable_prefix_caching"}
@@ -35,7 +38,7 @@ SHAPES = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 def byte_count(text: str) -> int:
     """ "512MiB", "4g", "1000000" -> bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 1000000, 512MiB or 4GiB")
     return int(float(match[1]) * UNITS[match[2] or ""])

@@ -48,7 +48,10 @@ def parse_speculative(given: Any) -> dict[str, Any] | None:
             f"{method!r}; known: {', '.join(known)}"
         )
     chosen = {**defaults, **asked, "method": method}
-    parse_weight_format(chosen.get("quantization"))
+    try:
+        parse_weight_format(chosen.get("quantization"))
+    except ConfigError as error:
+        raise ConfigError(f"speculative: the draft's {error}") from None
     for name, most in (("num_speculative_tokens", MOST_TOKENS), ("prompt_lookup_min", 32), ("prompt_lookup_max", 32)):
         value = chosen.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -71,7 +74,7 @@ def _from_text(text: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"speculative={text!r}: not JSON ({error})") from None
-    method, _, rest = text.partition(":")
+    method, said, rest = text.partition(":")
     asked: dict[str, Any] = {"method": method}
     if method == "draft":
         model, colon, count = rest.rpartition(":")
@@ -79,7 +82,7 @@ def _from_text(text: str) -> Any:
             model, count = rest, ""
         asked["model"] = model
     else:
-        count = rest
+        count = rest or said  # "ngram:" says that a number follows
     if count:
         if not count.isdigit():
             raise ConfigError(f"speculative={text!r}: {_SHOW}")

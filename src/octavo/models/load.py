@@ -265,7 +265,12 @@ def _give_memory_back() -> None:
 
 
 def _tokenizer_of(config: EngineConfig, source: _Source) -> Tokenizer:
-    return source.tokenizer() if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    if config.tokenizer is None:
+        return source.tokenizer()
+    try:
+        return load_tokenizer(config.tokenizer)
+    except ModelError as error:
+        raise ModelError(f"tokenizer: {error}") from error
 
 
 def _check_vocabulary(source: _Source, tokenizer: Tokenizer | None) -> None:

@@ -82,7 +82,8 @@ def _from_mapping(prompt: Mapping[str, Any]) -> Prompt:
         return Prompt(text=text, cache_salt=salt, lora=lora)
     ids = _ids(given)
     if ids is None:
-        raise PromptError(f'"prompt_token_ids" must be a list of integers, got {type(given).__name__}')
+        wrong = next((t for t in given if type(t) is not int), given) if isinstance(given, list | tuple) else given
+        raise PromptError(f'"prompt_token_ids" must be a list of integers, got {_shown(wrong)}')
     return Prompt(token_ids=ids, cache_salt=salt, lora=lora)
 
 
@@ -100,3 +101,9 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in value):
         return None
     return tuple(i.__index__() for i in value)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value as a message names it."""
+    text = f"{type(value).__name__} {value!r}" if isinstance(value, int | float | str) else type(value).__name__
+    return text if len(text) < 80 else f"{text[:80]}…"
