@@ -144,16 +144,10 @@ def _case(
     from octavo.core.kv_layout import build_layout
     from octavo.kernels.interface import AttentionBatch, KVCache
     from octavo.kernels.triton import TritonAttention
-    from octavo.models.spec import ModelSpec, RotarySpec
 
     dtype = torch.float32 if small else torch.bfloat16
     layers = 1 if small else max(1, min(32, POOL_BYTES // shape.layer_bytes(dtype.itemsize)))
-    spec = ModelSpec(
-        architecture="bench", vocab_size=1, hidden_size=shape.heads * shape.head_dim, intermediate_size=1,
-        num_layers=layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.context, rms_norm_eps=1e-6, windows=(None,) * layers, rotaries=(RotarySpec(),),
-        rotary=(0,) * layers,
-    )  # fmt: skip
+    spec = kernels.attention_spec(shape, layers)
     layout = build_layout(spec.windows, block_size=block_size, bytes_per_token_layer=1)
     per_row = layout.blocks_for(shape.context)
     blocks = shape.rows * per_row

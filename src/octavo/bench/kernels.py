@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.bench.clock import add_clock_options, settle_clock
 from octavo.bench.report import Column, Report, Table, add_report_options, bar, fixed, machine_facts, publish
 from octavo.bench.report import times as ratio
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
 
 DESCRIPTION = """\
 Time the native kernels and torch's on the same data: milliseconds, GB/s of weights or keys and values, GFLOP/s.
@@ -228,29 +231,26 @@ def _attention(shape: Shape, dtype_name: str, seconds: float, clock: Callable[[]
 _BLOCK = 16
 
 
+def attention_spec(shape: Shape, layers: int = 1) -> ModelSpec:
+    """A model of nothing but `layers` times the attention of `shape`."""
+    from octavo.models.spec import ModelSpec, RotarySpec
+
+    return ModelSpec(
+        architecture="bench", vocab_size=1, hidden_size=shape.heads * shape.head_dim, intermediate_size=1,
+        num_layers=layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.context, rms_norm_eps=1e-6, windows=(None,) * layers,
+        rotaries=(RotarySpec(),), rotary=(0,) * layers,
+    )  # fmt: skip
+
+
 def planned_backend(cpu: Any, kv: Any, shape: Shape, order: Any) -> Any:
     """A planned backend whose rows own the pool's blocks in the given order. kv: one layer, see `KVCache`."""
     import torch
 
     from octavo.core.kv_layout import build_layout
     from octavo.kernels.interface import AttentionBatch, KVCache
-    from octavo.models.spec import ModelSpec, RotarySpec
 
-    spec = ModelSpec(
-        architecture="bench",
-        vocab_size=1,
-        hidden_size=shape.heads * shape.head_dim,
-        intermediate_size=1,
-        num_layers=1,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.context,
-        rms_norm_eps=1e-6,
-        windows=(None,),
-        rotaries=(RotarySpec(),),
-        rotary=(0,),
-    )
+    spec = attention_spec(shape)
     per_token = spec.kv_values_per_token_layer() * kv.element_size()
     layout = build_layout(spec.windows, block_size=kv.shape[4], bytes_per_token_layer=per_token)
     backend = cpu.NativeAttention(KVCache(kv, layout), spec)

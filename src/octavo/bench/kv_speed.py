@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.kernels import ATTENTION as KERNEL_SHAPES
-from octavo.bench.kernels import Shape
+from octavo.bench.kernels import Shape, attention_spec
 from octavo.bench.kv_formats import FORMATS, Format
 from octavo.bench.report import Column, Goal, Report, Table, bar, fixed, median
 from octavo.bench.report import times as ratio
@@ -19,7 +19,6 @@ from octavo.bench.report import times as ratio
 if TYPE_CHECKING:
     import torch
 
-    from octavo.models.spec import ModelSpec
 
 COLD_BYTES = 64 << 20  # of keys and values in rotation, at least: twice the last cache of most processors
 GOAL_SPEED = 1.5
@@ -39,6 +38,7 @@ SHAPES = (
 
 
 def add_speed(report: Report, seconds: float, clock: Callable[[], float], layers: int | None) -> None:
+    """Add the table and its goal to the report. layers: in rotation; None: as many as come from memory."""
     import torch
 
     rows = []
@@ -63,7 +63,7 @@ def add_speed(report: Report, seconds: float, clock: Callable[[], float], layers
 def _cold_layers(shape: Shape) -> int:
     """Layers whose keys and values together exceed `COLD_BYTES` in every format."""
     tokens = shape.rows * shape.context
-    least = min(f.bytes_per_token_layer(_spec(shape, 1)) for f in FORMATS) * tokens
+    least = min(f.bytes_per_token_layer(attention_spec(shape)) for f in FORMATS) * tokens
     return -(-COLD_BYTES // least)
 
 
@@ -81,17 +81,6 @@ def _in_turns(
     return spent
 
 
-def _spec(shape: Shape, layers: int) -> ModelSpec:
-    from octavo.models.spec import ModelSpec, RotarySpec
-
-    return ModelSpec(
-        architecture="bench", vocab_size=1, hidden_size=shape.heads * shape.head_dim, intermediate_size=1,
-        num_layers=layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.context, rms_norm_eps=1e-6, windows=(None,) * layers,
-        rotaries=(RotarySpec(),), rotary=(0,) * layers,
-    )  # fmt: skip
-
-
 def _ready(fmt: Format, shape: Shape, layers: int) -> Any:
     """A backend over filled, shuffled blocks, planned for one decode step."""
     import torch
@@ -101,7 +90,7 @@ def _ready(fmt: Format, shape: Shape, layers: int) -> Any:
     from octavo.runner.kv_store import KVStore
 
     assert shape.new == 1
-    spec = _spec(shape, layers)
+    spec = attention_spec(shape, layers)
     layout = fmt.layout(spec)
     blocks = shape.rows * layout.blocks_for(shape.context)
     store = KVStore.allocate(layout, spec, blocks, dtype=getattr(torch, fmt.dtype))

@@ -12,13 +12,13 @@ takes over positions that the draft has not computed cannot be followed.
 
 from __future__ import annotations
 
+from octavo.core.chance import LIKELIEST, Chance
 from octavo.core.row_costs import MARGIN, RowCosts
 from octavo.core.sequence import Sequence
 
 PATIENCE = 8  # steps in which the load leaves no room for a guess, after which a sequence is left
 EXPLORE = 16  # of so many sequences that the forecast is against, one is followed
 FORGET = 0.98  # weight of what was learnt before, per guess judged
-LIKELIEST = 0.97  # nobody is trusted more
 TRUST = 6.0  # guesses that the forecast counts as, for a new sequence
 
 
@@ -29,25 +29,13 @@ class Following:
         self._num_tokens = num_tokens
         self._costs = costs
         self._passes = passes
-        self._tried = TRUST
-        self._hits = TRUST * LIKELIEST  # before anything is known: hope
+        self.all = Chance(LIKELIEST, TRUST, FORGET)  # of all sequences' guesses; before anything is known: hope
         self._against = 0
         self.left = 0  # sequences that the draft does not follow, or not any more, since the start
 
-    @property
-    def chance(self) -> float:
-        """Probability that a guess of a new sequence is right."""
-        return min(LIKELIEST, self._hits / self._tried)
-
-    def learn(self, tried: int, hits: int) -> None:
-        """Of `tried` guesses that could be judged, of whichever sequence, `hits` came true."""
-        for i in range(tried):
-            self._tried = self._tried * FORGET + 1.0
-            self._hits = self._hits * FORGET + (i < hits)
-
     def begin(self, seq: Sequence, crowd: int) -> float:
         """Decide on a new sequence, one of `crowd` at once; returns the chance that its guesses start with."""
-        chance = self.chance
+        chance = self.all.chance
         seq.drafted = self._pays(crowd, chance)
         if not seq.drafted and self._pays(crowd, LIKELIEST):
             self._against += 1

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.following import LIKELIEST, TRUST, Following
+from octavo.core.chance import Chance
+from octavo.core.following import TRUST, Following
 from octavo.core.kv_layout import largest
 from octavo.core.memory import KVMemory
 from octavo.core.proposals import Lookup
@@ -44,27 +45,16 @@ class SpeculationCounters:
     accepted_at: list[int] = field(default_factory=list)
 
 
-class Outlook:
+class Outlook(Chance):
     """How one sequence's guesses have fared."""
 
-    __slots__ = ("hits", "idle", "lookup", "shadow", "tried")
+    __slots__ = ("idle", "lookup", "shadow")
 
     def __init__(self, lookup: Lookup | None, chance: float = 0.5, trust: float = 2.0) -> None:
+        super().__init__(chance, trust, FORGET)
         self.lookup = lookup
-        self.tried, self.hits = trust, trust * chance  # before anything is known of it
         self.shadow = -1  # the first guess, where none was checked
         self.idle = 0  # steps since the last guess
-
-    @property
-    def chance(self) -> float:
-        """Probability that a guess behind right ones is right."""
-        return min(LIKELIEST, self.hits / self.tried)
-
-    def learn(self, tried: int, hits: int) -> None:
-        """Of `tried` guesses that could be judged `hits` came true."""
-        for i in range(tried):
-            self.tried = self.tried * FORGET + 1.0
-            self.hits = self.hits * FORGET + (i < hits)
 
 
 class Speculator:
@@ -144,7 +134,7 @@ class Speculator:
     def _outlook(self, seq: Sequence) -> Outlook:
         settings = self.settings
         if self.following is not None:
-            outlook = Outlook(None, self.following.chance, TRUST)
+            outlook = Outlook(None, self.following.all.chance, TRUST)
         else:
             outlook = Outlook(Lookup(settings.lookup_min, settings.lookup_max))
         seq.speculation = outlook
@@ -184,9 +174,10 @@ class Speculator:
             return []
         seq.num_proposed = 0
         accepted = len(drawn) - 1
-        outlook.learn(min(accepted + 1, proposed), accepted)
+        judged = min(accepted + 1, proposed)
+        outlook.learn(judged, accepted)
         if self.following is not None:
-            self.following.learn(min(accepted + 1, proposed), accepted)
+            self.following.all.learn(judged, accepted)
         counters = self.counters
         counters.drafts += 1
         counters.drafted += proposed

@@ -47,11 +47,11 @@ def check_host_arrays(num_groups: int, max_blocks: int, max_num_seqs: int, max_n
     The tables are kept twice, whole: as they are, and as the step at hand reads them.
     """
     available = available_bytes("cpu")
-    steps = 8 * (3 + num_groups) * max_num_batched_tokens
+    table_bytes, token_bytes = 8 * num_groups * max_blocks, 8 * (3 + num_groups)
     tables = f"block tables of {max_blocks} blocks in {num_groups} group{'s' * (num_groups > 1)}"
     for name, value, what, needed in (
-        ("max_num_seqs", max_num_seqs, tables, 8 * num_groups * max_blocks * max_num_seqs),
-        ("max_num_batched_tokens", max_num_batched_tokens, "tokens of a step", steps),
+        ("max_num_seqs", max_num_seqs, tables, max_num_seqs * table_bytes),
+        ("max_num_batched_tokens", max_num_batched_tokens, "tokens of a step", max_num_batched_tokens * token_bytes),
     ):
         if needed > available:
             raise ConfigError(

@@ -82,7 +82,7 @@ def _from_mapping(prompt: Mapping[str, Any]) -> Prompt:
         return Prompt(text=text, cache_salt=salt, lora=lora)
     ids = _ids(given)
     if ids is None:
-        wrong = next((t for t in given if type(t) is not int), given) if isinstance(given, list | tuple) else given
+        wrong = next((i for i in given if not _is_id(i)), given) if isinstance(given, list | tuple) else given
         raise PromptError(f'"prompt_token_ids" must be a list of integers, got {_shown(wrong)}')
     return Prompt(token_ids=ids, cache_salt=salt, lora=lora)
 
@@ -98,9 +98,13 @@ def _ids(value: Any) -> tuple[int, ...] | None:
         value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         return None
-    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in value):
+    if not all(map(_is_id, value)):
         return None
     return tuple(i.__index__() for i in value)
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:
