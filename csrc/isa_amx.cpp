@@ -10,12 +10,13 @@
 #include "linear_quantized.h"
 #include "quantize.h"
 #include "rotary_write.h"
+#include "screen.h"
 #include "vocabulary.h"
 
 namespace octavo {
 
 const KernelTable& amx_kernels() {
-  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, gated_linear_amx, quantized_linear, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds_amx};
+  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, input_rounding_amx, gated_linear_amx, quantized_linear, screen_panel, screen, raise_peaks, panels_above, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds_amx};
   return table;
 }
 

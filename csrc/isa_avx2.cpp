@@ -8,12 +8,13 @@
 #include "linear_quantized.h"
 #include "quantize.h"
 #include "rotary_write.h"
+#include "screen.h"
 #include "vocabulary.h"
 
 namespace octavo {
 
 const KernelTable& avx2_kernels() {
-  static constexpr KernelTable table = {"avx2", pack_rows, load_rows, unpack_rows, linear, gated_linear, quantized_linear, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds};
+  static constexpr KernelTable table = {"avx2", pack_rows, load_rows, unpack_rows, linear, input_rounding, gated_linear, quantized_linear, screen_panel, screen, raise_peaks, panels_above, pack_codes, unpack_codes, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds};
   return table;
 }
 

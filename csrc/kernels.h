@@ -257,6 +257,38 @@ struct PackCodesArgs {
   void* panels;
 };
 
+// A head's screen (screen_panels.h): half units share a factor; peaks lie in blocks of panels, [blocks][rows][kScreenBlock].
+inline constexpr int kScreenHalf = 16, kScreenBlock = 16;
+inline constexpr int64_t kScreenRows = 96;  // most rows of one call
+inline constexpr int64_t kScreenHalfBytes = kPanel + 3 * 4 * kPanel;
+inline constexpr int64_t screen_panel_bytes(int64_t k) { return 4 * kPanel + 2 * units_of(k) * kScreenHalfBytes; }
+
+struct ScreenPanelArgs {
+  const void* weights;  // a panel of floats
+  DType type;
+  int64_t k;
+  void* panel;          // out: screen_panel_bytes(k)
+  float *size, *error;  // out: the largest norm of an output as stored, and of what that leaves over (infinite: not finite)
+};
+
+struct ScreenArgs {
+  const void* panels;
+  const float* bias;  // [n] or null
+  const void* x;      // [m, k], row stride ldx elements
+  DType x_type;
+  int64_t ldx, m, n, k;
+  float* peaks;            // out: the largest output of each panel and row; minus infinity beyond the last panel
+  float *sizes, *errors;  // out, [m]: the norm of a row, and of what it was rounded by; NaN if it is not finite
+  bool threaded;
+};
+
+struct RaiseArgs {
+  float* peaks;  // of one row: blocks of kScreenBlock, `stride` floats apart
+  int64_t stride, panels;
+  const float *sizes, *errors;  // [panels], with zeros up to a whole block
+  float by_size, by_error;      // a ceiling is peak + by_size * size + by_error * error
+};
+
 struct KernelTable {
   const char* name;
   void (*pack_rows)(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
@@ -265,9 +297,14 @@ struct KernelTable {
   void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
                       DType out_type);
   bool (*linear)(const LinearArgs&);            // false: out of memory
+  float (*input_rounding)(DType weight_type, int64_t k);  // how far `linear` may move an input, relative to it
   // y [m, n / 2] = activate(first half of the outputs) * second half. False, and nothing done: `linear` and `gate` then.
   bool (*gated_linear)(const LinearArgs&, Activation);
   bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
+  void (*screen_panel)(const ScreenPanelArgs&);
+  bool (*screen)(const ScreenArgs&);  // false: out of memory
+  int64_t (*raise_peaks)(const RaiseArgs&);
+  int64_t (*panels_above)(const RaiseArgs&, float least_value, int32_t* found, int64_t room);
   void (*pack_codes)(const PackCodesArgs&);
   void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,
                        void* out, DType out_type);

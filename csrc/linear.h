@@ -343,4 +343,7 @@ bool gated_linear(const LinearArgs& a, octavo::Activation kind) {
   });
 }
 
+// Inputs are multiplied as they are.
+float input_rounding(DType, int64_t) { return 0; }
+
 }  // namespace

@@ -188,4 +188,9 @@ bool gated_linear_amx(const LinearArgs& a, octavo::Activation kind) {
   return (a.weight_type != DType::bf16 || a.k % kStepInputs) && gated_linear(a, kind);
 }
 
+// Inputs of bfloat16 products are rounded to bfloat16.
+float input_rounding_amx(DType weight_type, int64_t k) {
+  return weight_type != DType::bf16 || k % kStepInputs ? 0 : 0x1p-8f;
+}
+
 }  // namespace

@@ -1,4 +1,6 @@
-// The Python binding of products: `PackedWeight` (packed_weight.h) and the queue that fills it. See module.cpp.
+// The Python binding of products: `PackedWeight` (packed_weight.h), the queue that fills it and the screen of a head
+// (head_screen.h). See module.cpp.
+#include "head_screen.h"
 #include "loading.h"
 #include "module.h"
 #include "packed_weight.h"
@@ -17,6 +19,11 @@ void bind_weights(nb::module_& m) {
       .def("argmax", &PackedWeight::argmax)
       .def("rows", &PackedWeight::rows)
       .def_prop_ro("bytes", &PackedWeight::bytes);
+  nb::class_<HeadScreen>(m, "HeadScreen")
+      .def(nb::init<const PackedWeight&, uintptr_t>(), nb::keep_alive<1, 2>())
+      .def("argmax", &HeadScreen::argmax)
+      .def_prop_ro("usable", &HeadScreen::usable)
+      .def_prop_ro("bytes", &HeadScreen::bytes);
   m.def("can_load", [](int kind, int64_t k) {
     const StoredType stored = stored_type(kind);
     return stored.block != 0 && k % stored.block == 0;

@@ -88,18 +88,26 @@ class PackedWeight {
 
   // First index and value of the largest output of each row, without the outputs; a NaN counts as largest.
   void argmax(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t ids, uintptr_t values, uintptr_t bias) const {
+    std::optional<nb::gil_scoped_release> release;
+    if (operations(m) > kLongCall) release.emplace();
+    find_best(at<const void>(x), static_cast<DType>(x_type), ldx, m, at<int64_t>(ids), at<float>(values),
+              at<const float>(bias));
+  }
+
+  // The same; the caller may hold the interpreter lock or not.
+  void find_best(const void* x, DType x_type, int64_t ldx, int64_t m, int64_t* ids, float* values,
+                 const float* bias) const {
     const int64_t runs = argmax_runs(m, n_, k_, type_);
     std::vector<Best> best(static_cast<size_t>(runs * m), Best{-std::numeric_limits<float>::infinity(), -1});
-    multiply({memory_.data, type_, at<const float>(bias), at<const void>(x), static_cast<DType>(x_type), ldx, nullptr,
-              DType::f32, 0, m, n_, k_, false, best.data()});
+    compute({memory_.data, type_, bias, x, x_type, ldx, nullptr, DType::f32, 0, m, n_, k_, false, best.data()});
     for (int64_t r = 0; r < m; ++r) {
       Best top = best[static_cast<size_t>(r)];
       for (int64_t i = 1; i < runs && top.value == top.value; ++i) {
         const Best& next = best[static_cast<size_t>(i * m + r)];
         if (!(next.value <= top.value)) top = next;
       }
-      at<int64_t>(ids)[r] = std::max<int64_t>(top.index, 0);
-      at<float>(values)[r] = top.value;
+      ids[r] = std::max<int64_t>(top.index, 0);
+      values[r] = top.value;
     }
   }
 
@@ -117,6 +125,11 @@ class PackedWeight {
     return !format_.bits && kernels->gated_linear(a, kind);
   }
 
+  bool quantized() const { return format_.bits != 0; }
+  DType type() const { return type_; }
+  const char* panel(int64_t p) const {  // of floats
+    return memory_.data + p * kPanel * panel_depth(k_, type_) * element_size(type_);
+  }
   int64_t inputs() const { return k_; }
   int64_t outputs() const { return n_; }
 

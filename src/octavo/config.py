@@ -42,7 +42,9 @@ class EngineConfig:
     "auto": the own decoder where it covers the model (docs/transformers.md).
     speculative: tokens are guessed ahead and checked together ("ngram", "ngram:5", "draft:PATH:4", or a mapping; see
     docs/speculative.md). overlap: the next step is planned while one runs; "auto": on a GPU, without speculation (see
-    docs/gpu.md). lora: adapters to load, name -> directory; max_loras: most of them in memory (docs/lora.md).
+    docs/gpu.md). screen_head: greedy tokens look at a copy of the output head in six bits first, and are the same
+    (docs/architecture.md); None: where the native CPU kernels run and the head is large.
+    lora: adapters to load, name -> directory; max_loras: most of them in memory (docs/lora.md).
     record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
     """
@@ -76,6 +78,7 @@ class EngineConfig:
     copy_on_write: bool = True
     speculative: Mapping[str, Any] | str | None = None
     overlap: bool | str = "auto"
+    screen_head: bool | None = None
     lora: Mapping[str, str] | str | None = None
     max_loras: int = MAX_LORAS
     record: str | None = None

@@ -61,6 +61,7 @@ def load_draft(
             "other places for other shapes); use kv_cache_dtype='auto', or method ngram"
         )
     own = replace(config, model=asked["model"], tokenizer=None, skip_tokenizer_init=True, speculative=None)
+    own = replace(own, screen_head=False)  # a draft's guesses are drawn from its logits
     try:
         if "quantization" in asked:
             form = check_weight_format(asked["quantization"], device.partition(":")[0])

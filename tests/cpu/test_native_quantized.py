@@ -19,7 +19,7 @@ from helpers.rounded_inputs import rounded_inputs
 from octavo.core.weight_format import WeightFormat, parse_weight_format
 from octavo.errors import ConfigError
 from octavo.kernels import cpu
-from octavo.kernels.cpu.ops import NativeLinear
+from octavo.kernels.cpu.linear import NativeLinear
 from octavo.kernels.ops import StoredRows
 from octavo.kernels.quantized_weights import JoinedLinear, QuantizedWeight, quantize_rows
 from octavo.models.gguf_types import dequantize

@@ -56,12 +56,15 @@ def measure_limits(dtype: str, seconds: float = 0.4) -> Limits | None:
 
 @dataclass(frozen=True)
 class StepWork:
-    """weights: bytes that a step reads whatever it computes. layers, head: weights that a row is multiplied with."""
+    """weights: bytes that a step reads whatever it computes. layers, head: weights that a row is multiplied with.
+
+    With a screened head (`EngineConfig.screen_head`) `weights` has the screen instead of the head.
+    """
 
     weights: int
     layers: int
     head: int
-    floats: bool  # not quantised: products are float products
+    floats: bool  # not quantised: products are float products, but for those of a screen
 
     @classmethod
     def of(cls, engine: Engine) -> StepWork | None:
@@ -85,7 +88,8 @@ class StepWork:
         if looked_up is None:
             return None
         layers = sum(sizes.values()) - head * (1 if spec.tied_head else 2)
-        return cls(total - looked_up, layers, head, floats=total >= sum(sizes.values()) * itemsize)
+        floats = total >= sum(sizes.values()) * itemsize
+        return cls(total - looked_up - (head * itemsize if engine.config.screen_head else 0), layers, head, floats)
 
     def operations(self, rows: int, drawing: int) -> float:
         """Of a step of `rows` tokens of which `drawing` get logits."""

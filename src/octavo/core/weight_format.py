@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from octavo.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128, 256)
+SCREENED_FROM = 1 << 24  # weights of an output head; below, a copy to screen it is not worth its memory
 PURE = "pure"
 
 
@@ -45,6 +46,11 @@ class WeightFormat:
             return rows * (columns + 4)
         units, groups = -(-columns // 32), -(-columns // self.group_size)
         return rows * (units * 16 + groups * 3)
+
+
+def screen_bytes(rows: int, columns: int) -> int:
+    """Bytes of the copy in six bits that screens an output head [rows, columns] (csrc/screen_panels.h)."""
+    return -(-rows // 16) * (64 + -(-columns // 32) * 2 * 208)
 
 
 def parse_weight_format(text: str | None) -> WeightFormat | None:

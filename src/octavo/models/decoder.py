@@ -316,6 +316,18 @@ class Decoder:
         argmax = getattr(self._head, "argmax", None) if exact else None
         return None if argmax is None else argmax(hidden)
 
+    def screen_head(self) -> str:
+        """From now on `best` looks at a small copy of the output head first; the same results. Or why it cannot."""
+        if self.spec.logit_softcap is not None or self.spec.logit_scale != 1.0:
+            return "its logits are capped or scaled"
+        screen = getattr(self._head, "screen", None)
+        if screen is None:
+            return "only the native CPU kernels can"
+        before = self._head.nbytes
+        why: str = screen()
+        self.weight_bytes += self._head.nbytes - before
+        return why
+
     def linears(self) -> dict[str, Linear]:
         """The products that every token goes through, by canonical fused name.
 

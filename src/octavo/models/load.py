@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.config import EngineConfig
+from octavo.core.weight_format import SCREENED_FROM, screen_bytes
 from octavo.devices import device_of
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
@@ -53,7 +54,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the engine needs of a model. weight_bytes: in memory, a tied head once. source: the file or directory."""
+    """What the engine needs of a model. weight_bytes: in memory, a tied head once. source: the file or directory.
+
+    head_screened, and why: `EngineConfig.screen_head`.
+    """
 
     spec: ModelSpec
     decoder: AnyDecoder
@@ -62,6 +66,8 @@ class LoadedModel:
     source: Path
     impl: str = "octavo"
     impl_why: str = "its own decoder covers the model"
+    head_screened: bool = False
+    screen_why: str = "not asked for"
 
 
 def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
@@ -230,8 +236,32 @@ def load_model(
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
     _check_vocabulary(source, tokenizer)
-    impl = "octavo" if source.foreign is None else "transformers"
-    return LoadedModel(source.spec, decoder, tokenizer, decoder.weight_bytes, source.files.path, impl, source.impl_why)
+    screened, screen_why = _screen_head(config.screen_head, decoder)
+    return LoadedModel(
+        source.spec,
+        decoder,
+        tokenizer,
+        decoder.weight_bytes,
+        source.files.path,
+        impl="octavo" if source.foreign is None else "transformers",
+        impl_why=source.impl_why,
+        head_screened=screened,
+        screen_why=screen_why,
+    )
+
+
+def _screen_head(asked: bool | None, decoder: AnyDecoder) -> tuple[bool, str]:
+    """`EngineConfig.screen_head` as it came to be, and why. Raises `ConfigError` where True would have no effect."""
+    if asked is False:
+        return False, "as asked"
+    rows, columns = decoder.spec.vocab_size, decoder.spec.hidden_size
+    if asked is None and rows * columns < SCREENED_FROM:
+        return False, "its output head is read in no time"
+    why = decoder.screen_head() if isinstance(decoder, Decoder) else "the model runs through transformers"
+    if why and asked:
+        raise ConfigError(f"screen_head=True has no effect: {why}; leave it out")
+    size = f"{screen_bytes(rows, columns) / (1 << 20):.0f} MiB more, "
+    return not why, why or f"{size}for greedy tokens that read less of the output head; the same tokens"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from math import floor
 
 from octavo.core.kv_format import GROUP, check_kv_dtype
 from octavo.core.kv_layout import KVLayout, largest
+from octavo.core.weight_format import SCREENED_FROM, screen_bytes
 from octavo.errors import ConfigError
 from octavo.planning.activations import activation_bytes
 from octavo.planning.shapes import ModelShape, dtype_bytes
@@ -222,10 +223,18 @@ def memory_of(ask: Ask) -> Memory:
         ask.shape, ask.dtype, device=ask.device, tokens=ask.max_num_batched_tokens, sequences=ask.max_num_seqs
     )
     runtime = RUNTIME_BYTES[ask.device] + rotary_bytes(ask)
-    left = max(0, usable - ask.weight_bytes - activations - runtime)
+    weights = ask.weight_bytes + head_screen_bytes(ask)
+    left = max(0, usable - weights - activations - runtime)
     num_blocks = left // _layout(ask).bytes_per_block
     kv = num_blocks * _layout(ask).bytes_per_block
-    return Memory(ask.memory, usable, ask.weight_bytes, activations, runtime, kv, num_blocks)
+    return Memory(ask.memory, usable, weights, activations, runtime, kv, num_blocks)
+
+
+def head_screen_bytes(ask: Ask) -> int:
+    """The copy of a large output head of floats that greedy tokens look at first, on a CPU."""
+    rows, columns = ask.shape.vocab_size, ask.shape.hidden_size
+    floats = ask.quantization in (None, "auto") and ask.weights_follow_dtype
+    return screen_bytes(rows, columns) if ask.device == "cpu" and floats and rows * columns >= SCREENED_FROM else 0
 
 
 def rotary_bytes(ask: Ask) -> int:
@@ -370,14 +379,15 @@ def _smaller(ask: Ask) -> tuple[Smaller, ...]:
         for cache in caches:
             weights = ask.quantized_bytes.get(quantization or "", ask.weight_bytes)
             other = replace(ask, kv_cache_dtype=cache, quantization=quantization, weight_bytes=weights)
-            found.append(Smaller(cache, quantization, weights, block_row(other, ask.block_size).fits))
+            found.append(Smaller(cache, quantization, memory_of(other).weights, block_row(other, ask.block_size).fits))
     return tuple(sorted((s for s in found if s.fits > fits), key=lambda s: s.fits))
 
 
 def _with_less(ask: Ask, need: int) -> str:
     """What would be needed with quantised weights, as the end of a sentence."""
     needs = {
-        kind: _gib((need - ask.weight_bytes + size) / ask.utilization) for kind, size in ask.quantized_bytes.items()
+        kind: _gib((need - memory_of(ask).weights + size) / ask.utilization)
+        for kind, size in ask.quantized_bytes.items()
     }
     return f", or {' and '.join(f'{text} with quantization={k!r}' for k, text in needs.items())}" if needs else ""
 

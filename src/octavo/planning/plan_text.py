@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from octavo.planning.plan import GIB, MIB, BlockRow, Plan
+from octavo.planning.plan import GIB, MIB, BlockRow, Plan, head_screen_bytes
 
 CHECKPOINT = "path/to/checkpoint"
 
@@ -19,12 +19,14 @@ def plan_lines(plan: Plan, name: str, lengths: str, *, by_name: bool = False) ->
     ask, memory, best = plan.ask, plan.memory, plan.best
     weights = "" if ask.quantization is None else f", {ask.quantization} weights"
     device = "GPU" if ask.device == "cuda" else ask.device.upper()
+    screen = head_screen_bytes(ask)
     lines = [
         f"{name}, {ask.dtype}{weights}, {device} with {_bytes(ask.memory)}; load: {lengths}",
         "",
         "memory",
         f"  may be used       {_bytes(memory.usable):>11}  {ask.utilization:.0%} of it",
-        f"  weights           {_bytes(memory.weights):>11}",
+        f"  weights           {_bytes(memory.weights):>11}"
+        + f"  {_bytes(screen)} of it screen the output head" * (screen > 0),
         f"  activations       {_bytes(memory.activations):>11}  the largest step: {ask.max_num_batched_tokens} tokens, "
         f"{ask.max_num_seqs} sequences",
     ]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.core.weight_format import WeightFormat
+from octavo.kernels.cpu.linear import LoadQueue, NativeLinear
 from octavo.kernels.cpu.loader import native
-from octavo.kernels.cpu.ops import LoadQueue, NativeLinear
 from octavo.kernels.ops import StoredRows
 from octavo.kernels.quantized_weights import (
     JoinedLinear,

@@ -15,8 +15,9 @@ import torch
 
 from octavo.errors import BoundsError, ConfigError
 from octavo.kernels.cpu.attention import MOST_ROTARY_DIM, NativeAttention
+from octavo.kernels.cpu.linear import NativeLinear
 from octavo.kernels.cpu.loader import native
-from octavo.kernels.cpu.ops import ACTIVATIONS, NativeLinear
+from octavo.kernels.cpu.ops import ACTIVATIONS
 from octavo.kernels.cpu.quantized import NativeQuantizedLinear
 from octavo.kernels.layer_stack import StackLayer, StackParts
 from octavo.kernels.quantized_weights import JoinedLinear

@@ -1,0 +1,163 @@
+// `HeadScreen`: the largest output of each row of a large product, without reading all of its weights.
+//
+// A second copy in six bits (screen_panels.h) says of every panel of 16 outputs how large they are at most: by Cauchy and
+// Schwarz, an output is no further from what the copy gives than |x| |w - w'| + |x - x'| |w'|, where x' and w' are what
+// the copy multiplies. The weights themselves are read only for panels that could hold the largest output.
+//
+// Invariant: index and value are those of `PackedWeight::argmax`, bit for bit. It knows no model.
+#pragma once
+
+#include "kernels.h"
+#include "memory.h"
+#include "module.h"
+#include "packed_weight.h"
+
+#include <nanobind/nanobind.h>
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace octavo {
+
+class HeadScreen {
+ public:
+  // head: floats; outlives this. bias: float32 [n] or 0.
+  HeadScreen(const PackedWeight& head, uintptr_t bias)
+      : head_(head), bias_(at<const float>(bias)), panels_((head.outputs() + kPanel - 1) / kPanel) {
+    const int64_t padded = (panels_ + kScreenBlock - 1) / kScreenBlock * kScreenBlock;
+    sizes_.assign(static_cast<size_t>(padded), 0), errors_.assign(static_cast<size_t>(padded), 0);
+    bytes_ = static_cast<size_t>(panels_ * screen_panel_bytes(head.inputs()));
+    memory_ = weight_memory(bytes_);
+    {
+      nb::gil_scoped_release release;
+      fill();
+    }
+    double most = 0;
+    for (size_t p = 0; p < sizes_.size(); ++p) largest_ = larger(largest_, double{sizes_[p]} + double{errors_[p]});
+    for (int64_t i = 0; bias_ && i < head.outputs(); ++i) most = larger(most, std::abs(double{bias_[i]}));
+    bias_rounding_ = most * 0x1p-22;
+    usable_ = std::isfinite(largest_) && std::isfinite(most);
+  }
+
+  bool usable() const { return usable_; }  // false: the weight holds a number that is not finite
+  size_t bytes() const { return bytes_ + (sizes_.size() + errors_.size()) * sizeof(float); }
+
+  // As `PackedWeight::argmax`. Returns how many rows had to be left to the whole product.
+  int64_t argmax(uintptr_t x, int x_type, int64_t ldx, int64_t m, uintptr_t ids, uintptr_t values) {
+    nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(busy_);
+    const DType type = static_cast<DType>(x_type);
+    int64_t left = 0;
+    for (int64_t first = 0; first < m; first += kScreenRows)
+      left += part(x + static_cast<uintptr_t>(first * ldx * element_size(type)), type, ldx,
+                   std::min(kScreenRows, m - first), at<int64_t>(ids) + first, at<float>(values) + first);
+    return left;
+  }
+
+ private:
+  void fill() {
+    const int64_t k = head_.inputs();
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels_; ++p) {
+      const size_t i = static_cast<size_t>(p);
+      kernels->screen_panel({head_.panel(p), head_.type(), k, memory_.data + p * screen_panel_bytes(k), &sizes_[i], &errors_[i]});
+    }
+  }
+
+  int64_t part(uintptr_t x, DType type, int64_t ldx, int64_t m, int64_t* ids, float* values) {
+    peaks_.resize(sizes_.size() * static_cast<size_t>(m));
+    float row_sizes[kScreenRows], row_errors[kScreenRows];
+    if (!kernels->screen({memory_.data, bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
+                          peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
+      throw std::bad_alloc();
+    bool open[kScreenRows];
+#pragma omp parallel for schedule(dynamic, 1) if (m > 1)
+    for (int64_t r = 0; r < m; ++r) {
+      Best best{};
+      open[r] = !settle(m, r, x + static_cast<uintptr_t>(r * ldx * element_size(type)), type, row_sizes[r],
+                        row_errors[r], best);
+      ids[r] = best.index, values[r] = best.value;
+    }
+    const int64_t left = std::count(open, open + m, true);
+    if (left) multiply_whole(x, type, ldx, m, open, left, ids, values);
+    return left;
+  }
+
+  // The largest output of row `r`, from the panels that could hold it; false: those are too many.
+  bool settle(int64_t m, int64_t r, uintptr_t x, DType type, double size, double error, Best& best) {
+    if (!(size * largest_ < 1e30)) return false;  // or is not a number
+    // Rounding of the sums: of the copy's, a chain over half units, and of the product's, chains of at most 256 and one
+    // over those; where the product rounds its inputs, that too.
+    const int64_t k = head_.inputs();
+    const double steps = static_cast<double>(2 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
+    const double rounding = steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
+    RaiseArgs raise{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
+                    sizes_.data(), errors_.data(), up(error + rounding * size), up(size * (1 + rounding))};
+    const int64_t first = kernels->raise_peaks(raise);
+    best = exact(x, type, first);
+    const int64_t room = panels_ / 8 + 1;
+    std::vector<int32_t> found(static_cast<size_t>(room));
+    const float least = static_cast<float>(best.value - bias_rounding_ - 1e-6 * std::abs(best.value));
+    const int64_t count = kernels->panels_above(raise, least, found.data(), room);
+    if (count > room) return false;
+    found.resize(static_cast<size_t>(count));
+    const auto ceiling = [&](int32_t p) { return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock]; };
+    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(a) > ceiling(b); });
+    for (int32_t p : found) {
+      if (p == first) continue;
+      if (ceiling(p) < best.value - bias_rounding_ - 1e-6 * std::abs(best.value)) break;
+      const Best next = exact(x, type, p);
+      if (next.value > best.value || (next.value == best.value && next.index < best.index)) best = next;
+    }
+    return true;
+  }
+
+  static double larger(double a, double b) { return a == a && !(b <= a) ? b : a; }  // a NaN stays
+  static float up(double v) { return std::nextafter(static_cast<float>(v), std::numeric_limits<float>::infinity()); }
+
+  // The largest output within a panel, as the whole product has it.
+  Best exact(uintptr_t x, DType type, int64_t panel) const {
+    Best best{-std::numeric_limits<float>::infinity(), -1};
+    const int64_t first = panel * kPanel;
+    kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0, nullptr,
+                     DType::f32, 0, 1, std::min<int64_t>(kPanel, head_.outputs() - first), head_.inputs(), false, &best});
+    best.index = static_cast<int32_t>(std::max<int64_t>(best.index, 0) + first);
+    return best;
+  }
+
+  void multiply_whole(uintptr_t x, DType type, int64_t ldx, int64_t m, const bool* open, int64_t left, int64_t* ids,
+                      float* values) const {
+    const size_t bytes = static_cast<size_t>(head_.inputs() * element_size(type));
+    std::vector<char> rows(static_cast<size_t>(left) * bytes);
+    std::vector<int64_t> found(static_cast<size_t>(left));
+    std::vector<float> value(static_cast<size_t>(left));
+    int64_t i = 0;
+    for (int64_t r = 0; r < m; ++r)
+      if (open[r]) std::memcpy(&rows[static_cast<size_t>(i++) * bytes], at<char>(x) + r * ldx * element_size(type), bytes);
+    head_.find_best(rows.data(), type, head_.inputs(), left, found.data(), value.data(), bias_);
+    i = 0;
+    for (int64_t r = 0; r < m; ++r)
+      if (open[r]) ids[r] = found[static_cast<size_t>(i)], values[r] = value[static_cast<size_t>(i++)];
+  }
+
+  const PackedWeight& head_;
+  const float* bias_;
+  int64_t panels_;
+  Memory memory_;
+  size_t bytes_ = 0;
+  std::vector<float> sizes_, errors_;  // of each panel, see ScreenPanelArgs
+  double largest_ = 0, bias_rounding_ = 0;
+  bool usable_ = false;
+  std::mutex busy_;  // for what follows
+  std::vector<float> peaks_;
+};
+
+}  // namespace octavo
