@@ -55,12 +55,17 @@ struct CosSin {  // float32 [rows, head_dim] each
   const float *cos, *sin;
 };
 
+struct TokenRows {  // numbers of a token side by side, `stride` from one token to the next
+  const float* at;
+  int64_t stride;
+};
+
 struct StackStep {
   int64_t tokens;
   const int64_t* positions;    // [tokens], rows of the tables
   std::vector<CosSin> tables;  // one for each `StackLayer::table`
   float* residual;             // [tokens, hidden], overwritten
-  float* out;                  // [tokens, hidden], normed
+  float* out;                  // [tokens, hidden], normed; NaN for tokens that the planned step does not want
 };
 
 enum class Part : int { products = 0, attention = 1, rotation = 2, small = 3 };
@@ -84,8 +89,17 @@ class LayerStack {
 
   void prepare(const Attention& attention, const StackStep& step);
   void layer(size_t index, Attention& attention, const StackStep& step);
+  void last_layer(Attention& attention, const StackStep& step);
   void attend(size_t index, Attention& attention, int64_t tokens, const float* normed);
-  void multiply(const Product& product, const float* x, int64_t stride, float* y, int64_t tokens);
+  void attend_wanted(Attention& attention, const StackStep& step, const float* normed);
+  TokenRows write(size_t index, Attention& attention, int64_t tokens, TokenRows query);
+  RotaryArgs rotary_args(const StackLayer& layer, TokenRows query, const CosSin& turns) const;
+  void mlp(const StackLayer& layer, const StackStep& step, const float* next_norm, float* out);
+  void multiply(const Product& product, const float* x, int64_t stride, float* y, int64_t tokens) {
+    multiply_range(product, x, stride, y, product.outputs(), tokens, 0, product.outputs());
+  }
+  void multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
+                      int64_t tokens, int64_t first, int64_t last);
   int64_t multiply_gated(const Product& product, const float* x, int64_t tokens);
   void norm(const float* x, int64_t stride, int64_t rows, int64_t dim, const float* weight, float* out);
   const float* add_norm(const StackStep& step, const float* post_norm, const float* weight, float* out);

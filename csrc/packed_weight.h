@@ -31,14 +31,14 @@ class PackedWeight {
  public:
   // Panels of `dtype` for a weight [n, k], to be filled.
   PackedWeight(int dtype, int64_t n, int64_t k) : type_(static_cast<DType>(dtype)), n_(n), k_(k) {
-    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * kPanel * panel_depth(k, type_) * element_size(type_));
+    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * bytes_of_panel());
     memory_ = weight_memory(bytes_);
   }
 
   // Quantised panels, to be filled.
   PackedWeight(int bits, int scales, int64_t group, int64_t n, int64_t k)
       : type_(DType::bf16), format_{bits, static_cast<Scales>(scales), group}, n_(n), k_(k) {
-    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * panel_bytes(format_, k));
+    bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * bytes_of_panel());
     memory_ = weight_memory(bytes_);
   }
 
@@ -111,9 +111,12 @@ class PackedWeight {
     }
   }
 
-  // x float32 [m, k], row stride ldx; y float32 [m, n], row stride ldy. The caller may hold the interpreter lock or not.
-  void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias) const {
-    compute({memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr});
+  // Outputs [first, last), `first` being the first of a panel: x float32 [m, k], row stride ldx; y float32 [m, last -
+  // first], row stride ldy. The caller may hold the interpreter lock or not.
+  void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias, int64_t first,
+                       int64_t last) const {
+    compute({memory_.data + first / kPanel * bytes_of_panel(), type_, bias ? bias + first : nullptr, x, DType::f32, ldx,
+             y, DType::f32, ldy, m, last - first, k_, false, nullptr});
   }
 
   // The same with the first half of the outputs gated by the second: y [m, n / 2]. False, and nothing done, where no
@@ -149,6 +152,9 @@ class PackedWeight {
   size_t bytes() const { return bytes_; }
 
  private:
+  int64_t bytes_of_panel() const {
+    return format_.bits ? panel_bytes(format_, k_) : kPanel * panel_depth(k_, type_) * element_size(type_);
+  }
   double operations(int64_t m) const {
     return 2.0 * static_cast<double>(m) * static_cast<double>(n_) * static_cast<double>(k_);
   }

@@ -61,8 +61,9 @@ class Attention {
     for (int32_t w : windows) plans_.emplace_back().window = w;
   }
 
-  // query_start int32 [rows + 1], context_len int32 [rows]; capacity: positions a table row has room for.
-  void plan(uintptr_t query_start, uintptr_t context_len, int64_t rows, int64_t capacity) {
+  // query_start int32 [rows + 1], context_len int32 [rows]; capacity: positions a table row has room for. wanted int32
+  // [rows]: of how many of a row's last tokens the model's output is read; null: of all.
+  void plan(uintptr_t query_start, uintptr_t context_len, int64_t rows, int64_t capacity, uintptr_t wanted) {
     const int32_t *start = at<const int32_t>(query_start), *context = at<const int32_t>(context_len);
     std::vector<Row> next(static_cast<size_t>(rows));
     for (int64_t r = 0; r < rows; ++r) {
@@ -81,6 +82,8 @@ class Attention {
       planner_.fill(p, rows_, threads_);
       slots = std::max(slots, p.slots);
     }
+    plan_tails(at<const int32_t>(wanted));
+    slots = std::max(slots, tail_plan_.slots);
     grow(scratch_, slots * (shape_.head_dim + 2));
     grow(work_, args_.work_stride * threads_ + kAlign / 4);
   }
@@ -88,22 +91,14 @@ class Attention {
   // A place is that of a layer in its block. query: [tokens, heads, dim] with contiguous tokens; out: contiguous.
   void attend(int64_t place, int window_index, const int32_t* table, int64_t table_stride, const void* query,
               int64_t query_stride, void* out, DType io_type) {
-    const WindowPlan& p = plans_.at(static_cast<size_t>(window_index));
-    AttentionArgs a = args_;
-    a.kv = layer_base(place);
-    a.window = p.window;
-    a.rows = rows_.data();
-    a.table = table, a.table_stride = table_stride;
-    a.query = query, a.query_stride = query_stride;
-    a.out = out, a.io_type = io_type;
-    a.items = p.items.data(), a.num_items = static_cast<int64_t>(p.items.size());
-    a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
-    a.scratch = scratch_.data(), a.work = aligned(work_.data());
-    a.threads = p.worth_threads ? threads_ : 1;
-    const int64_t bad = kernels->attend(a);
-    if (bad >= 0)
-      throw std::out_of_range("block table row " + std::to_string(bad) + " names a block outside the pool of " +
-                              std::to_string(shape_.num_blocks) + " blocks within the keys it reads");
+    attend_rows(rows_, plans_.at(static_cast<size_t>(window_index)), place, table, table_stride, query, query_stride,
+                out, io_type);
+  }
+
+  // The same in the last layer, for the wanted tokens alone: query and out hold nothing else.
+  void attend_tails(const int32_t* table, int64_t table_stride, const void* query, int64_t query_stride, void* out,
+                    DType io_type) {
+    attend_rows(tails_, tail_plan_, places_.back().place, table, table_stride, query, query_stride, out, io_type);
   }
 
   void write(int64_t place, const int64_t* slots, const void* key, int64_t key_stride, const void* value,
@@ -111,11 +106,12 @@ class Attention {
     kernels->write(write_args(place, slots, key, key_stride, value, value_stride, io_type));
   }
 
-  // Norm (unless q.norm and key_norm are null), rotation and write; q: all but its tokens, heads, dim and threads.
+  // Norm (unless q.norm and key_norm are null), rotation and write; q: all but its tokens, heads, dim and threads. No
+  // q.x: keys and values alone.
   void rotary_write(int64_t place, const int64_t* slots, RotaryArgs q, const float* key_norm, const void* key,
                     int64_t key_stride, const void* value, int64_t value_stride) const {
-    q.tokens = tokens_, q.heads = args_.num_heads, q.dim = shape_.head_dim;
-    q.threaded = tokens_ > 1 && worth_threads(tokens_ * (args_.num_heads + shape_.num_kv_heads) * shape_.head_dim);
+    q.tokens = tokens_, q.heads = q.x ? args_.num_heads : 0, q.dim = shape_.head_dim;
+    q.threaded = tokens_ > 1 && worth_threads(tokens_ * (q.heads + shape_.num_kv_heads) * shape_.head_dim);
     kernels->rotary_write({q, key_norm, write_args(place, slots, key, key_stride, value, value_stride, q.type)});
   }
 
@@ -145,11 +141,48 @@ class Attention {
   int32_t num_heads() const { return args_.num_heads; }
   size_t layers() const { return places_.size(); }
   int64_t tokens() const { return tokens_; }
+  // Whether there are tokens of the step whose output nobody reads, and the places of the others, ascending.
+  bool partly_wanted() const { return partly_wanted_; }
+  const std::vector<int32_t>& wanted() const { return wanted_; }
   int64_t split_items(int window_index) const {
     return static_cast<int64_t>(plans_.at(static_cast<size_t>(window_index)).merges.size());
   }
 
  private:
+  void attend_rows(const std::vector<Row>& rows, const WindowPlan& p, int64_t place, const int32_t* table,
+                   int64_t table_stride, const void* query, int64_t query_stride, void* out, DType io_type) {
+    AttentionArgs a = args_;
+    a.kv = layer_base(place);
+    a.window = p.window;
+    a.rows = rows.data();
+    a.table = table, a.table_stride = table_stride;
+    a.query = query, a.query_stride = query_stride;
+    a.out = out, a.io_type = io_type;
+    a.items = p.items.data(), a.num_items = static_cast<int64_t>(p.items.size());
+    a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
+    a.scratch = scratch_.data(), a.work = aligned(work_.data());
+    a.threads = p.worth_threads ? threads_ : 1;
+    const int64_t bad = kernels->attend(a);
+    if (bad >= 0)
+      throw std::out_of_range("block table row " + std::to_string(bad) + " names a block outside the pool of " +
+                              std::to_string(shape_.num_blocks) + " blocks within the keys it reads");
+  }
+  // The last layer's attention where not all tokens are wanted: rows whose queries are the wanted ones.
+  void plan_tails(const int32_t* wanted) {
+    partly_wanted_ = wanted != nullptr, tail_plan_.slots = 0;
+    if (!wanted) return;
+    tails_.clear(), wanted_.clear();
+    for (size_t r = 0; r < rows_.size(); ++r) {
+      const Row& row = rows_[r];
+      if (wanted[r] < 0 || wanted[r] > row.query_len)
+        throw std::invalid_argument("row " + std::to_string(r) + ": " + std::to_string(wanted[r]) + " of " +
+                                    std::to_string(row.query_len) + " new tokens are wanted");
+      tails_.push_back({static_cast<int32_t>(wanted_.size()), wanted[r], row.context_len});
+      for (int32_t i = row.query_len - wanted[r]; i < row.query_len; ++i) wanted_.push_back(row.query_start + i);
+    }
+    tail_plan_.window = plans_.at(static_cast<size_t>(places_.back().window)).window;
+    planner_.fill(tail_plan_, tails_, threads_);
+  }
   WriteArgs write_args(int64_t place, const int64_t* slots, const void* key, int64_t key_stride, const void* value,
                        int64_t value_stride, DType io_type) const {
     const int64_t limit = shape_.num_blocks * shape_.block_size;
@@ -203,7 +236,10 @@ class Attention {
   Planner planner_;
   AttentionArgs args_{};
   std::vector<WindowPlan> plans_;
-  std::vector<Row> rows_;
+  std::vector<Row> rows_, tails_;
+  WindowPlan tail_plan_;
+  std::vector<int32_t> wanted_;
+  bool partly_wanted_ = false;
   std::vector<LayerPlace> places_;
   std::vector<GroupStep> groups_;
   std::vector<float> scratch_, work_;

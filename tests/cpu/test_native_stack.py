@@ -6,7 +6,7 @@ The other path is the same decoder with a backend that a stack does not know: a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -64,7 +64,9 @@ class Pool:
         self.kv.fill_(0)
         self.backend = kind(store.cache, spec)
 
-    def step(self, decoder: Decoder, parts: list[tuple[int, int, int]]) -> torch.Tensor:
+    def step(
+        self, decoder: Decoder, parts: list[tuple[int, int, int]], wanted: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """parts: (sequence, first new position, one past the last), a row each -> hidden."""
         starts, tables, slots = [0], [], []
         tokens = [(s, p) for s, low, high in parts for p in range(low, high)]
@@ -81,6 +83,7 @@ class Pool:
             slots=slots,
             max_query=max(high - low for _, low, high in parts),
             max_context=max(high for _, _, high in parts),
+            wanted=None if wanted is None else torch.tensor(wanted),
         )
         self.backend.plan(batch)
         ids = torch.tensor([(p * 37 + s) % 256 for s, p in tokens])
@@ -94,17 +97,33 @@ STEPS = (
     [(0, 37, 38), (1, 6, 7), (2, 70, 73)],
     [(2, 73, 74)],
 )
+#: Of how many of each row's last tokens the state is read: all, none, many, a few, nothing at all.
+WANTED = ((37, 0), (1, 50), (1, 0, 2), (0,))
 
 
 def assert_same(decoder: Decoder, spec: ModelSpec, kv_dtype: str = "auto") -> None:
     one, other = (Pool(spec, kind, kv_dtype) for kind in (cpu.NativeAttention, Separate))
-    for parts in STEPS:
+    partly = Pool(spec, cpu.NativeAttention, kv_dtype)
+    for parts, wanted in zip(STEPS, WANTED, strict=True):
         hidden = one.step(decoder, parts)
+        assert_wanted(partly.step(decoder, parts, wanted), hidden, parts, wanted)
         assert decoder.why_no_stack(one.backend) == ""
         assert decoder.why_no_stack(other.backend) == "Separate has no such call"
         assert torch.isfinite(hidden).all()
         assert torch.equal(hidden, other.step(decoder, parts))
-    assert torch.equal(one.kv.view(torch.uint8), other.kv.view(torch.uint8))
+    for pool in (one, partly):
+        assert torch.equal(pool.kv.view(torch.uint8), other.kv.view(torch.uint8))
+
+
+def assert_wanted(
+    hidden: torch.Tensor, full: torch.Tensor, parts: list[tuple[int, int, int]], wanted: Sequence[int]
+) -> None:
+    """The wanted rows are those of the whole computation, and none of the others can be taken for one."""
+    end = 0
+    for (_, low, high), count in zip(parts, wanted, strict=True):
+        end += high - low
+        assert torch.equal(hidden[end - count : end], full[end - count : end])
+        assert torch.isnan(hidden[end - high + low : end - count]).all()
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -154,6 +173,14 @@ def test_parts_in_different_formats(family: str) -> None:
     assert isinstance(decoder.linears()["layers.1.gate_up"], JoinedLinear)
     with threads(2):
         assert_same(decoder, spec)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_queries_that_end_inside_a_panel(heads: int, quantization: str | None) -> None:
+    """Panels have 16 outputs: keys of the last layer begin in the middle of one."""
+    spec = spec_of("qwen3", num_attention_heads=heads, num_key_value_heads=1, head_dim=8)
+    assert_same(decoder_of(spec, torch.bfloat16, quantization), spec)
 
 
 def test_gemma_270m_shapes() -> None:
@@ -215,6 +242,18 @@ def test_a_replaced_product_is_used_and_one_put_back_too() -> None:
     decoder.replace_linear("layers.1.down", plain)
     assert torch.equal(pool.step(decoder, STEPS[0]), before)
     assert not decoder.why_no_stack(pool.backend)
+
+
+def test_wanted_tokens_are_checked() -> None:
+    spec = spec_of("llama")
+    decoder, pool = decoder_of(spec), Pool(spec, cpu.NativeAttention)
+    with pytest.raises(BoundsError, match="wanted tokens of 1 rows for 2"):
+        pool.step(decoder, STEPS[0], [1])
+    for count in (6, -1):
+        with pytest.raises(BoundsError, match=f"row 1: {count} of 5 new tokens are wanted"):
+            pool.step(decoder, STEPS[0], [1, count])
+    full = Pool(spec, cpu.NativeAttention).step(decoder, STEPS[0])
+    assert torch.equal(pool.step(decoder, STEPS[0]), full)  # nothing is left of what was wanted before
 
 
 def test_refusals_are_those_of_the_backend() -> None:

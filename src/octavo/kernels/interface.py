@@ -49,6 +49,8 @@ class AttentionBatch:
     block_tables: per group int32 [B, max_blocks]; entries past a row's length, or behind its window, are never read
     slots       : per group int64 [T]  block_id * block_size + offset where token t's key and value go
     max_query, max_context: the largest row, as plain ints
+    wanted      : int32 [B]      of how many of a row's last tokens the model's hidden state is read; None: of all.
+                                 The decoder may leave out what only the others' would need; theirs hold nothing then.
     """
 
     query_start: torch.Tensor
@@ -57,6 +59,7 @@ class AttentionBatch:
     slots: Sequence[torch.Tensor]
     max_query: int
     max_context: int
+    wanted: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -76,6 +76,7 @@ class LayerStack(Protocol):
     ) -> torch.Tensor | None:
         """residual [T, D], overwritten -> hidden [T, D], normed; `attention` is planned for these tokens.
 
+        Tokens that the planned batch does not want (`AttentionBatch.wanted`) may hold NaN.
         None, and nothing done, where a position of `positions` int64 [T] lies past the rows of `tables`.
         """
         ...

@@ -208,6 +208,9 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """One step. token_ids, positions int64 [T]; `attention.plan` was called. Returns hidden [T, D], normed.
 
+        Where all layers run in one call, the last one computes only what the wanted tokens need
+        (`AttentionBatch.wanted`): the keys and values of all, and hidden states that are NaN for the others.
+
         `attention` receives views with a row stride: query [T, Hq, d] may, value [T, Hkv, d] does share storage with
         the fused product.
         """

@@ -24,6 +24,7 @@ from octavo.kernels.interface import AttentionBatch
 from octavo.runner.rows import RowStore, SequenceRow
 
 Ints = npt.NDArray[np.int64]
+Wanted = Callable[[ScheduledSequence, SequenceRow], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,11 @@ class BatchBuilder:
         self._groups = slice(first_group, first_group + layout.num_groups)
         self._tables = np.empty_like(rows.tables[self._groups])
 
-    def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
-        """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own."""
+    def build(self, scheduled: Sequence[ScheduledSequence], wanted: Wanted | None = None) -> StepBatch:
+        """The rows' tables are up to date. Raises `BoundsError` for a position without a block of its own.
+
+        wanted: of how many of a sequence's last tokens the hidden state is read; None: of all.
+        """
         host = self.arrays(scheduled)
         attention = AttentionBatch(
             query_start=self._to_device(host.query_start),
@@ -96,6 +100,7 @@ class BatchBuilder:
             slots=self._to_device(host.slots).unbind(0),
             max_query=host.max_query,
             max_context=host.max_context,
+            wanted=None if wanted is None else self._wanted(host, wanted),
         )
         return StepBatch(
             scheduled=host.scheduled,
@@ -142,6 +147,11 @@ class BatchBuilder:
             max_query=max(counts),
             max_context=max(context),
         )
+
+    def _wanted(self, host: HostBatch, wanted: Wanted) -> torch.Tensor | None:
+        """`AttentionBatch.wanted`: None where it is every token, as in a step of decoding sequences."""
+        counts = [wanted(s, row) for s, row in zip(host.scheduled, host.rows, strict=True)]
+        return None if sum(counts) == len(host.token_ids) else self._to_device(np.array(counts, dtype=np.int32))
 
     def _check(self, order: list[ScheduledSequence], rows: list[SequenceRow], counts: list[int], total: int) -> None:
         if total > self._max_tokens:

@@ -21,7 +21,7 @@ import torch
 
 from octavo.core.step import ScheduledSequence
 from octavo.kernels.interface import AttentionBackend, KVCache
-from octavo.runner.batch import BatchBuilder, StepBatch
+from octavo.runner.batch import BatchBuilder, StepBatch, Wanted
 from octavo.runner.rows import RowStore
 from octavo.runner.sampler import Draw, Sampler
 
@@ -71,14 +71,15 @@ class DraftModel:
             step = [_single(s, place, guesses[s.seq_id]) for s in followed if s.num_proposed > place]
             for s, token in zip(*self._guess(step), strict=True):
                 guesses[s.seq_id].append(token)
-        self._pass([_single(s, s.num_proposed, guesses[s.seq_id]) if s.num_proposed else s for s in followed])
+        rest = [_single(s, s.num_proposed, guesses[s.seq_id]) if s.num_proposed else s for s in followed]
+        self._pass(rest, lambda s, row: 0)  # for its keys and values
         return [
             s._replace(token_ids=(*s.token_ids[: -s.num_proposed], *guesses[s.seq_id])) if s.num_proposed else s
             for s in scheduled
         ]
 
-    def _pass(self, scheduled: list[ScheduledSequence]) -> tuple[StepBatch, torch.Tensor]:
-        batch = self._batches.build(scheduled)
+    def _pass(self, scheduled: list[ScheduledSequence], wanted: Wanted | None = None) -> tuple[StepBatch, torch.Tensor]:
+        batch = self._batches.build(scheduled, wanted)
         self._backend.plan(batch.attention)
         return batch, self._decoder.forward(batch.token_ids, batch.positions, self._backend)
 

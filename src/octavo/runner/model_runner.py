@@ -34,7 +34,10 @@ class DecoderLike(Protocol):
     """What the runner needs of a model."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """token_ids, positions int64 [T] -> hidden [T, D]; `attention.plan` was called."""
+        """token_ids, positions int64 [T] -> hidden [T, D]; `attention.plan` was called.
+
+        Rows that the planned batch does not want (`AttentionBatch.wanted`) may hold anything.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -57,6 +60,15 @@ class _NoProfile:
 
     def section(self, name: str) -> AbstractContextManager[object]:
         return self._nothing
+
+
+def _wanted(s: ScheduledSequence, row: SequenceRow) -> int:
+    """Of how many of its last tokens a sequence's step reads the hidden state."""
+    if s.prompt_logprobs is not None:
+        return s.num_tokens
+    if row.pool is not None:
+        return row.pool.wants(s.num_tokens)
+    return 1 + s.num_proposed if s.sample_ids else 0
 
 
 class ModelRunner:
@@ -178,7 +190,7 @@ class ModelRunner:
                 self._rows.update(self._rows.get(scheduled.seq_id), scheduled.tables)
 
     def _batch(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
-        batch = self._batches.build(scheduled)
+        batch = self._batches.build(scheduled, _wanted)
         self._backend.plan(batch.attention)
         return batch
 

@@ -28,6 +28,10 @@ class Pool:
         self._sum: torch.Tensor | None = None
         self._taken = 0
 
+    def wants(self, count: int) -> int:
+        """How many of the next `count` tokens' states it reads, from the last backwards."""
+        return 1 if self._params.pooling == "last" else count
+
     def add(self, hidden: torch.Tensor) -> None:
         """hidden [T, D]: the states of the next T tokens."""
         if self._params.pooling == "last":

@@ -124,9 +124,14 @@ class NativeAttention:
             )
         if any(table.shape[0] < rows for table in self._tables):
             raise BoundsError(f"a block table has fewer rows than the batch's {rows}")
+        wanted = None if batch.wanted is None else _plain(batch.wanted, torch.int32)
+        if wanted is not None and wanted.numel() != rows:
+            raise BoundsError(f"wanted tokens of {wanted.numel()} rows for {rows}")
         capacity = min(table.shape[1] for table in self._tables) * self._layout.block_size
         try:
-            self._native.plan(start.data_ptr(), context.data_ptr(), rows, capacity)
+            self._native.plan(
+                start.data_ptr(), context.data_ptr(), rows, capacity, 0 if wanted is None else wanted.data_ptr()
+            )
         except ValueError as error:
             raise BoundsError(str(error)) from None
         self._tokens = self._native.tokens

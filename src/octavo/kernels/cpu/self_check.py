@@ -78,7 +78,7 @@ def _attention(module: Any, generator: torch.Generator) -> dict[str, torch.Tenso
         start, context = torch.tensor([0, 20, 21], dtype=torch.int32), torch.tensor([20, 70], dtype=torch.int32)
         table = torch.tensor([[3, 1, 0, 0, 0], [7, 2, 5, 0, 4]], dtype=torch.int32)
         query, out = _random(generator, 21, 2, 32), torch.full((21, 2, 32), float("nan"))
-        attention.plan(start.data_ptr(), context.data_ptr(), 2, 80)
+        attention.plan(start.data_ptr(), context.data_ptr(), 2, 80, 0)
         attention.attend(0, 0, table.data_ptr(), 5, query.data_ptr(), 64, out.data_ptr(), 0)
         results[f"attention over {dtype} keys and values"] = out
     return results
