@@ -35,12 +35,12 @@ def test_limit_shares_of_known_times() -> None:
         "prompt 50": {"sequences": 1, "context": 50, "products": 15.0, "head": 5.0},
     }
     yardsticks = limits.Limits(reading=(60e9, 50e9), arithmetic=(120e9, 100e9))
-    work = limits.StepWork(weights=400_000_000, layers=70_000_000, head=30_000_000, floats=True)
+    work = limits.StepWork(weights=400_000_000, layers=65_000_000, last=5_000_000, head=30_000_000, floats=True)
     decode, prompt = limits.limit_table(yardsticks, work, measured).rows
     assert (decode["ms"], decode["gbs"], decode["of_reading"]) == pytest.approx((10, 40, 0.8))
     assert (decode["gflops"], decode["of_arithmetic"]) == pytest.approx((80, 0.8))  # 4 rows of 200 MFLOP in 10 ms
-    assert prompt["gflops"] == pytest.approx((50 * 140e6 + 60e6) / 20e-3 / 1e9)  # one row of the prompt draws
-    quantized = limits.StepWork(weights=1, layers=1, head=1, floats=False)
+    assert prompt["gflops"] == pytest.approx((50 * 130e6 + 70e6) / 20e-3 / 1e9)  # one row of the prompt draws
+    quantized = limits.StepWork(weights=1, layers=1, last=1, head=1, floats=False)
     assert limits.limit_table(yardsticks, quantized, measured).rows[0]["of_arithmetic"] is None
 
 

@@ -24,8 +24,8 @@ def test_the_feed_shows_the_tables_that_the_kernels_read(family: str, tmp_path: 
     given: list[tuple[Any, list[Any]]] = []  # of the last step: what was scheduled, and the kernels' tables
     build = engine.runner._batches.build  # type: ignore[attr-defined]
 
-    def watched(scheduled: Any) -> Any:
-        batch = build(scheduled)
+    def watched(*given_to: Any) -> Any:
+        batch = build(*given_to)
         given.append((batch.scheduled, [table.clone().tolist() for table in batch.attention.block_tables]))
         return batch
 

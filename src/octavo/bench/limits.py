@@ -56,15 +56,18 @@ def measure_limits(dtype: str, seconds: float = 0.4) -> Limits | None:
 
 @dataclass(frozen=True)
 class StepWork:
-    """weights: bytes that a step reads whatever it computes. layers, head: weights that a row is multiplied with.
+    """weights: bytes that a step reads whatever it computes. layers: weights that every row is multiplied with.
 
-    With a screened head (`EngineConfig.screen_head`) `weights` has the screen instead of the head.
+    last, head: those that only drawing rows are: of the last layer all but keys and values (operation by operation more
+    is computed, see `AttentionBatch.wanted`), and the head. With a screened head (`EngineConfig.screen_head`) `weights`
+    has the screen in its place, and `head` is 0: its products are no float products.
     """
 
     weights: int
     layers: int
+    last: int
     head: int
-    floats: bool  # not quantised: products are float products, but for those of a screen
+    floats: bool  # not quantised: products are float products
 
     @classmethod
     def of(cls, engine: Engine) -> StepWork | None:
@@ -87,13 +90,18 @@ class StepWork:
             looked_up = head * itemsize if form is None else form.matrix_bytes(spec.vocab_size, spec.hidden_size)
         if looked_up is None:
             return None
-        layers = sum(sizes.values()) - head * (1 if spec.tied_head else 2)
+        prefix = f"layers.{spec.num_layers - 1}."
+        written = (f"{prefix}k.weight", f"{prefix}v.weight")
+        last = sum(size for name, size in sizes.items() if name.startswith(prefix) and name not in written)
+        layers = sum(sizes.values()) - head * (1 if spec.tied_head else 2) - last
         floats = total >= sum(sizes.values()) * itemsize
-        return cls(total - looked_up - (head * itemsize if engine.config.screen_head else 0), layers, head, floats)
+        if engine.config.screen_head:
+            return cls(total - looked_up - head * itemsize, layers, last, 0, floats)
+        return cls(total - looked_up, layers, last, head, floats)
 
     def operations(self, rows: int, drawing: int) -> float:
         """Of a step of `rows` tokens of which `drawing` get logits."""
-        return 2.0 * (rows * self.layers + drawing * self.head)
+        return 2.0 * (rows * self.layers + drawing * (self.last + self.head))
 
 
 def limit_table(limits: Limits, work: StepWork, measured: Mapping[str, dict[str, Any]]) -> Table:
@@ -103,7 +111,7 @@ def limit_table(limits: Limits, work: StepWork, measured: Mapping[str, dict[str,
         prompt = name.startswith("prompt")
         tokens, drawing = (parts["context"], 1) if prompt else (parts["sequences"],) * 2
         seconds = (parts[PRODUCTS] + parts[HEAD]) / 1e3
-        flops = work.operations(tokens, drawing) / seconds
+        flops = work.operations(tokens, drawing) / (seconds if work.head else parts[PRODUCTS] / 1e3)
         rows.append(
             {
                 "case": name,
