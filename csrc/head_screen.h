@@ -23,6 +23,7 @@
 #include <limits>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 namespace octavo {
@@ -32,6 +33,7 @@ class HeadScreen {
   // head: floats; outlives this. bias: float32 [n] or 0.
   HeadScreen(const PackedWeight& head, uintptr_t bias)
       : head_(head), bias_(at<const float>(bias)), panels_((head.outputs() + kPanel - 1) / kPanel) {
+    if (head.quantized()) throw std::invalid_argument("a screen of a quantised weight");
     const int64_t padded = (panels_ + kScreenBlock - 1) / kScreenBlock * kScreenBlock;
     sizes_.assign(static_cast<size_t>(padded), 0), errors_.assign(static_cast<size_t>(padded), 0);
     bytes_ = static_cast<size_t>(panels_ * screen_panel_bytes(head.inputs()));

@@ -115,7 +115,7 @@ class PackedWeight {
   // first], row stride ldy. The caller may hold the interpreter lock or not.
   void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias, int64_t first,
                        int64_t last) const {
-    compute({memory_.data + first / kPanel * bytes_of_panel(), type_, bias ? bias + first : nullptr, x, DType::f32, ldx,
+    compute({panel(first / kPanel), type_, bias ? bias + first : nullptr, x, DType::f32, ldx,
              y, DType::f32, ldy, m, last - first, k_, false, nullptr});
   }
 
@@ -130,9 +130,7 @@ class PackedWeight {
 
   bool quantized() const { return format_.bits != 0; }
   DType type() const { return type_; }
-  const char* panel(int64_t p) const {  // of floats
-    return memory_.data + p * kPanel * panel_depth(k_, type_) * element_size(type_);
-  }
+  const char* panel(int64_t p) const { return memory_.data + p * bytes_of_panel(); }
   int64_t inputs() const { return k_; }
   int64_t outputs() const { return n_; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.native_support import threads
+from helpers.native_support import instruction_sets, instructions, threads
 from octavo.core.weight_format import screen_bytes
 from octavo.kernels import cpu
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_unavailable()), reason=cpu.why_unavailable() or "built")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of the processor."""
+    with instructions(request.param):
+        yield request.param
 
 
 def both(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> int:
@@ -44,11 +52,12 @@ def hidden_like(rows: int, columns: int, generator: torch.Generator) -> torch.Te
     return x
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_largest_output_is_that_of_the_whole_product(dtype: torch.dtype, biased: bool) -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
-    for outputs, inputs in ((1, 1), (16, 32), (17, 33), (250, 7), (4096, 64), (5000, 640), (4099, 257)):
+    for outputs, inputs in ((1, 1), (16, 32), (17, 33), (250, 7), (4099, 257), (2500, 640)):
         weight = (torch.randn(outputs, inputs, generator=generator) * 0.05).to(dtype)
         bias = torch.randn(outputs, generator=generator) if biased else None
         for rows in (1, 2, 3, 4, 5, 6, 97, 200):
@@ -58,6 +67,7 @@ def test_the_largest_output_is_that_of_the_whole_product(dtype: torch.dtype, bia
                     both(weight, x, bias)
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("io", DTYPES[1:])
 def test_inputs_of_half_precision_and_a_stride(io: torch.dtype) -> None:
     wide = torch.full((70, 100), float("nan"), dtype=io)
@@ -73,6 +83,7 @@ def test_most_panels_of_a_real_looking_head_are_never_read() -> None:
     assert both(weight, x) == 0
 
 
+@pytest.mark.usefixtures("isa")
 def test_near_ties_and_ties() -> None:
     """Hundreds of outputs within the error of the copy, and equal ones: the first index counts."""
     generator = torch.Generator().manual_seed(5)
@@ -88,6 +99,7 @@ def test_near_ties_and_ties() -> None:
             both(weight.to(dtype), x)
 
 
+@pytest.mark.usefixtures("isa")
 def test_rows_that_nothing_can_be_said_of_go_through_the_whole_product() -> None:
     weight = torch.randn(3000, 64)
     x = torch.randn(9, 64)
@@ -97,6 +109,7 @@ def test_rows_that_nothing_can_be_said_of_go_through_the_whole_product() -> None
     assert both(weight, x[5:6].contiguous()) == 1
 
 
+@pytest.mark.usefixtures("isa")
 def test_weights_of_every_size() -> None:
     """Rows of zeros, of denormal and of huge numbers beside ordinary ones."""
     weight = torch.randn(2000, 96)
@@ -108,16 +121,24 @@ def test_weights_of_every_size() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), outputs=st.integers(1, 700), inputs=st.integers(1, 300), rows=st.integers(1, 9),
-       spread=st.sampled_from([0.0, 0.3, 2.0]), type_=st.sampled_from(DTYPES))  # fmt: skip
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    outputs=st.integers(1, 700),
+    inputs=st.integers(1, 300),
+    rows=st.integers(1, 9),
+    spread=st.sampled_from([0.0, 0.3, 2.0]),
+    type_=st.sampled_from(DTYPES),
+    name=st.sampled_from(instruction_sets() or ["none"]),
+)
 def test_any_shape_and_distribution(
-    seed: int, outputs: int, inputs: int, rows: int, spread: float, type_: torch.dtype
+    seed: int, outputs: int, inputs: int, rows: int, spread: float, type_: torch.dtype, name: str
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(spread * torch.randn(outputs, 1, generator=generator))
     columns = torch.exp(spread * torch.randn(inputs, generator=generator))
     weight = (torch.randn(outputs, inputs, generator=generator) * sizes * columns).clamp(-6e4, 6e4)
-    both(weight.to(type_), torch.randn(rows, inputs, generator=generator) * columns.flip(0))
+    with instructions(name):
+        both(weight.to(type_), torch.randn(rows, inputs, generator=generator) * columns.flip(0))
 
 
 def test_a_head_that_is_not_finite_has_no_screen() -> None:

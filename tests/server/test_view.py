@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from hashlib import sha256
@@ -161,11 +162,11 @@ def test_served_from_a_port(
     monkeypatch.setattr(view_server, "ThreadingHTTPServer", Server)
     thread = threading.Thread(target=main, args=(["view", str(recording), "--port", "0"],))
     thread.start()
-    said = ""
-    while "Ctrl-C" not in said:
-        said += capsys.readouterr().out
-        assert thread.is_alive(), said
-    address = said.split()[5]
+    # Not by reading what it says meanwhile: what is printed while `capsys` is read can be lost.
+    while not servers:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    address = f"http://127.0.0.1:{servers[0].server_port}/"
     try:
         with urllib.request.urlopen(address + "blocks", timeout=10) as answer:
             assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -178,6 +179,8 @@ def test_served_from_a_port(
     finally:
         servers[0].shutdown()
         thread.join(10)
+    said = capsys.readouterr().out
+    assert address in said and "Ctrl-C" in said
 
 
 def test_nothing_of_the_server_is_needed(recording: Path, tmp_path: Path) -> None:

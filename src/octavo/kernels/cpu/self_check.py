@@ -20,7 +20,7 @@ TILES_TOLERANCE = 1e-2
 def differs(module: Any, name: str) -> str:
     """What `name` gets wrong, or "". Leaves `name` in use."""
     generator = torch.Generator().manual_seed(20)
-    for kind in (_products, _quantized, _attention, _weights):
+    for kind in (_products, _quantized, _screen, _attention, _weights):
         module.use("portable")
         state = generator.get_state()
         right = kind(module, generator)
@@ -66,6 +66,23 @@ def _quantized(module: Any, generator: torch.Generator) -> dict[str, torch.Tenso
             x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
             packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
             results[f"a product of {rows} rows with weights of {bits} bits and scales {scales}"] = out
+    return results
+
+
+def _screen(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Largest outputs, found with a screen: one row and more than stay in registers; the first index of equal ones."""
+    results = {}
+    for code, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        weight = _random(generator, 150, 64).to(dtype)
+        weight[140] = weight[3]
+        packed = module.PackedWeight(code, 150, 64)
+        packed.pack(weight.data_ptr(), 64)
+        screen = module.HeadScreen(packed, 0)
+        for rows in (1, 7):
+            x, ids, values = _random(generator, rows, 64), torch.full((rows,), -1), torch.full((rows,), float("nan"))
+            x[0] = weight[3].float()
+            screen.argmax(x.data_ptr(), 0, 64, rows, ids.data_ptr(), values.data_ptr())
+            results[f"the largest outputs of {rows} rows with {dtype} weights"] = torch.stack((ids.float(), values))
     return results
 
 
