@@ -141,19 +141,23 @@ def test_any_shape_and_distribution(
         both(weight.to(type_), torch.randn(rows, inputs, generator=generator) * columns.flip(0))
 
 
-def test_a_head_that_is_not_finite_has_no_screen() -> None:
+def test_a_head_that_is_not_finite_goes_without() -> None:
     from octavo.kernels.cpu.linear import NativeLinear
+    from octavo.kernels.cpu.loader import native
 
-    weight = torch.randn(300, 40)
-    for bad in (float("nan"), float("inf")):
-        weight[299, 39] = bad
-        linear = NativeLinear(weight)
-        assert "not finite" in linear.screen()
-        assert linear.nbytes == 304 * 40 * 4
-    weight[299, 39] = 1
-    bias = torch.zeros(300)
-    bias[5] = float("nan")
-    assert "not finite" in NativeLinear(weight, bias).screen()
+    ordinary, zeros = torch.randn(300, 40), torch.zeros(300)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight, bias = ordinary.clone(), zeros.clone()
+        weight[299, 39], bias[5] = bad, bad
+        for linear in (NativeLinear(weight), NativeLinear(ordinary, bias), NativeLinear(weight, bias)):
+            assert not native().HeadScreen(linear._packed, linear._bias_address).usable
+            x = torch.randn(4, 40)
+            ids, values = linear.argmax(x)
+            assert linear.screen() == ""
+            for _ in range(4):
+                again, best = linear.argmax(x)
+                assert torch.equal(again, ids)
+                assert torch.equal(best.view(torch.int32), values.view(torch.int32))
 
 
 def test_a_product_with_its_screen() -> None:

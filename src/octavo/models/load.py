@@ -23,9 +23,6 @@ from octavo.errors import ConfigError, ModelError
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
-from octavo.models.gguf_file import GGUFFile
-from octavo.models.gguf_loader import open_gguf
-from octavo.models.gguf_reader import spec_from_gguf
 from octavo.models.quantized_files.entries import refuse_idle_quantization
 from octavo.models.resolve import ModelFiles, resolve_model
 from octavo.models.rope_reader import for_length
@@ -45,6 +42,7 @@ from octavo.models.weights import LazyWeights, Progress
 
 if TYPE_CHECKING:
     from octavo.kernels.ops import Ops
+    from octavo.models.gguf_file import GGUFFile
     from octavo.models.quantized_files import Scheme
     from octavo.models.tokenizer import Tokenizer
 
@@ -84,16 +82,25 @@ def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
     return torch.float32 if where.kind == "cpu" else torch.float16
 
 
+def _open_gguf_file(path: Path) -> GGUFFile:
+    """The package that knows the format takes a tenth of a second to import, which other files do without."""
+    from octavo.models.gguf_file import GGUFFile
+
+    return GGUFFile(path)
+
+
 class _Source:
     """The opened files of one model: its spec, and weights on demand."""
 
     def __init__(self, files: ModelFiles, load_format: str, model_impl: str = "octavo") -> None:
         self.files, self._dummy = files, load_format == "dummy"
         self.foreign, self.impl_why = choose_impl(files, load_format, model_impl)
-        self._gguf = GGUFFile(files.path) if files.kind == "gguf" else None
+        self._gguf = _open_gguf_file(files.path) if files.kind == "gguf" else None
         self._tensors: SafetensorsFiles | None = None
         self.scheme: Scheme | None = None
         if self._gguf is not None:
+            from octavo.models.gguf_reader import spec_from_gguf
+
             self.spec = spec_from_gguf(self._gguf)
             return
         if self.foreign is not None:
@@ -149,6 +156,8 @@ class _Source:
                 )
             return open_dummy(self.spec, dtype, seed, on_progress, device)
         if self._gguf is not None:
+            from octavo.models.gguf_loader import open_gguf
+
             return open_gguf(self._gguf, self.spec, dtype, on_progress)
         assert self._tensors is not None
         return open_safetensors(self._tensors, self.spec, on_progress, self.scheme)
@@ -210,7 +219,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return load_tokenizer_directory(path)
     files = resolve_model(name, "auto" if path.exists() else "dummy")
-    return load_tokenizer_gguf(GGUFFile(files.path)) if files.kind == "gguf" else load_tokenizer_directory(files.path)
+    return (
+        load_tokenizer_gguf(_open_gguf_file(files.path))
+        if files.kind == "gguf"
+        else load_tokenizer_directory(files.path)
+    )
 
 
 def load_model(

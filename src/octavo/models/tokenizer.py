@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import ModelError, PromptError
 from octavo.models.chat_template import render_chat
-from octavo.models.gguf_file import GGUFFile
-from octavo.models.gguf_reader import end_ids
-from octavo.models.gguf_tokenizer import tokenizer_from_gguf
 from octavo.models.safetensors_loader import read_json
+
+if TYPE_CHECKING:
+    from octavo.models.gguf_file import GGUFFile
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -220,6 +220,9 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 def load_tokenizer_gguf(file: GGUFFile) -> Tokenizer:
     """From GGUF metadata. Raises `ModelError` for a kind that is not supported."""
+    from octavo.models.gguf_reader import end_ids
+    from octavo.models.gguf_tokenizer import tokenizer_from_gguf
+
     backend = tokenizer_from_gguf(file)
     named = {}
     for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from octavo.core.weight_format import screen_bytes
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.loader import dtype_code, native
 from octavo.kernels.cpu.screen import Screen
@@ -84,8 +85,9 @@ class NativeLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, and of its screen."""
-        return int(self._packed.bytes) + (0 if self._screen is None else self._screen.nbytes)
+        """Bytes of the packed weight, and of its screen, which comes into being with use."""
+        screen = 0 if self._screen is None else screen_bytes(self.out_features, self.in_features)
+        return int(self._packed.bytes) + screen
 
     @property
     def native_parts(self) -> tuple[Any, int]:
@@ -120,10 +122,7 @@ class NativeLinear:
         """From now on `argmax` looks at a copy of the weight in six bits first; the same results. Or why it cannot."""
         if self.quantized:
             return "its weights are quantised, and a copy in six bits would be as slow to read"
-        screen = Screen(self._packed, self._bias_address)
-        if not screen.usable:
-            return "the output head holds numbers that are not finite"
-        self._screen = screen
+        self._screen = Screen(self._packed, self._bias_address)
         return ""
 
     def _input(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -18,25 +18,30 @@ WEIGHT = 0.25  # of the newest time in a mean
 
 
 class Screen:
-    """packed: a weight of floats that is filled; bias_address: float32 [out], or 0. Both must outlive this."""
+    """packed: a weight of floats [out, in]; bias_address: float32 [out], or 0. Both must outlive this.
+
+    The copy is made when a second product is asked for: whoever wants one token does not wait for it, and whoever never
+    wants a greedy one has the memory.
+    """
 
     def __init__(self, packed: Any, bias_address: int) -> None:
         self._packed, self._bias = packed, bias_address
-        self._native = native().HeadScreen(packed, bias_address)
+        self._native: Any = None  # HeadScreen
+        self._calls = 0
         self._ways: dict[int, QuickerWay] = {}
 
     @property
     def usable(self) -> bool:
-        """False: the weight or the bias holds a number that is not finite, of which nothing can be promised."""
-        return bool(self._native.usable)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return int(self._native.bytes)
+        """False: not made yet, or the weight or bias holds a number that is not finite, so nothing can be promised."""
+        return self._native is not None and bool(self._native.usable)
 
     def argmax(self, place: tuple[int, int, int, int, int, int]) -> None:
         """place: the arguments of `PackedWeight.argmax` without the bias: x, its type, stride, rows, ids, values."""
+        self._calls += 1
+        if self._calls == 2:
+            self._native = native().HeadScreen(self._packed, self._bias)
+        if not self.usable:
+            return self._packed.argmax(*place, self._bias)
         way = self._ways.setdefault((place[3] - 1).bit_length(), QuickerWay())
         screened = way.choose()
         before = time.perf_counter()
