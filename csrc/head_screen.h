@@ -1,8 +1,8 @@
 // `HeadScreen`: the largest output of each row of a large product, without reading all of its weights.
 //
-// A second copy in six bits (screen_panels.h) says of every panel of 16 outputs how large they are at most: by Cauchy and
-// Schwarz, an output is no further from what the copy gives than |x| |w - w'| + |x - x'| |w'|, where x' and w' are what
-// the copy multiplies. The weights themselves are read only for panels that could hold the largest output.
+// A second copy in six bits (screen_panels.h) says of every panel of 16 outputs how large they are at most: by Cauchy
+// and Schwarz, an output is no further from what the copy gives than |x| |w - w'| + |x - x'| |w'|, where x' and w' are
+// what the copy multiplies. The weights themselves are read only for panels that could hold the largest output.
 //
 // Invariant: index and value are those of `PackedWeight::argmax`, bit for bit. It knows no model.
 #pragma once
@@ -45,7 +45,7 @@ class HeadScreen {
     double most = 0;
     for (size_t p = 0; p < sizes_.size(); ++p) largest_ = larger(largest_, double{sizes_[p]} + double{errors_[p]});
     for (int64_t i = 0; bias_ && i < head.outputs(); ++i) most = larger(most, std::abs(double{bias_[i]}));
-    bias_rounding_ = most * 0x1p-22;
+    rounding_ = most * 0x1p-22 + 1e-30;
     usable_ = std::isfinite(largest_) && std::isfinite(most);
   }
 
@@ -70,7 +70,8 @@ class HeadScreen {
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels_; ++p) {
       const size_t i = static_cast<size_t>(p);
-      kernels->screen_panel({head_.panel(p), head_.type(), k, memory_.data + p * screen_panel_bytes(k), &sizes_[i], &errors_[i]});
+      kernels->screen_panel(
+          {head_.panel(p), head_.type(), k, memory_.data + p * screen_panel_bytes(k), &sizes_[i], &errors_[i]});
     }
   }
 
@@ -96,10 +97,11 @@ class HeadScreen {
   // The largest output of row `r`, from the panels that could hold it; false: those are too many.
   bool settle(int64_t m, int64_t r, uintptr_t x, DType type, double size, double error, Best& best) {
     if (!(size * largest_ < 1e30)) return false;  // or is not a number
-    // Rounding of the sums: of the copy's, a chain over half units, and of the product's, chains of at most 256 and one
-    // over those; where the product rounds its inputs, that too.
+    // Rounding of the sums: of the copy's, a chain over half units of numbers up to |x| + |x'|, and of the product's,
+    // chains of at most 256 and one over those; where the product rounds its inputs, that too. 16: what is done with
+    // both.
     const int64_t k = head_.inputs();
-    const double steps = static_cast<double>(2 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
+    const double steps = static_cast<double>(4 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
     const double rounding = steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
     RaiseArgs raise{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
                     sizes_.data(), errors_.data(), up(error + rounding * size), up(size * (1 + rounding))};
@@ -107,21 +109,24 @@ class HeadScreen {
     best = exact(x, type, first);
     const int64_t room = panels_ / 8 + 1;
     std::vector<int32_t> found(static_cast<size_t>(room));
-    const float least = static_cast<float>(best.value - bias_rounding_ - 1e-6 * std::abs(best.value));
-    const int64_t count = kernels->panels_above(raise, least, found.data(), room);
+    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), room);
     if (count > room) return false;
     found.resize(static_cast<size_t>(count));
     const auto ceiling = [&](int32_t p) { return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock]; };
     std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(a) > ceiling(b); });
     for (int32_t p : found) {
       if (p == first) continue;
-      if (ceiling(p) < best.value - bias_rounding_ - 1e-6 * std::abs(best.value)) break;
+      if (ceiling(p) < bar(best)) break;
       const Best next = exact(x, type, p);
       if (next.value > best.value || (next.value == best.value && next.index < best.index)) best = next;
     }
     return true;
   }
 
+  // What a ceiling must not be below, so that nothing that could be as large is left out.
+  float bar(const Best& best) const {
+    return static_cast<float>(best.value - rounding_ - 1e-6 * std::abs(double{best.value}));
+  }
   static double larger(double a, double b) { return a == a && !(b <= a) ? b : a; }  // a NaN stays
   static float up(double v) { return std::nextafter(static_cast<float>(v), std::numeric_limits<float>::infinity()); }
 
@@ -129,8 +134,9 @@ class HeadScreen {
   Best exact(uintptr_t x, DType type, int64_t panel) const {
     Best best{-std::numeric_limits<float>::infinity(), -1};
     const int64_t first = panel * kPanel;
-    kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0, nullptr,
-                     DType::f32, 0, 1, std::min<int64_t>(kPanel, head_.outputs() - first), head_.inputs(), false, &best});
+    const int64_t columns = std::min<int64_t>(kPanel, head_.outputs() - first);
+    kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0,
+                     nullptr, DType::f32, 0, 1, columns, head_.inputs(), false, &best});
     best.index = static_cast<int32_t>(std::max<int64_t>(best.index, 0) + first);
     return best;
   }
@@ -142,8 +148,10 @@ class HeadScreen {
     std::vector<int64_t> found(static_cast<size_t>(left));
     std::vector<float> value(static_cast<size_t>(left));
     int64_t i = 0;
-    for (int64_t r = 0; r < m; ++r)
-      if (open[r]) std::memcpy(&rows[static_cast<size_t>(i++) * bytes], at<char>(x) + r * ldx * element_size(type), bytes);
+    for (int64_t r = 0; r < m; ++r) {
+      const char* from = at<char>(x) + r * ldx * element_size(type);
+      if (open[r]) std::memcpy(&rows[static_cast<size_t>(i++) * bytes], from, bytes);
+    }
     head_.find_best(rows.data(), type, head_.inputs(), left, found.data(), value.data(), bias_);
     i = 0;
     for (int64_t r = 0; r < m; ++r)
@@ -156,7 +164,7 @@ class HeadScreen {
   Memory memory_;
   size_t bytes_ = 0;
   std::vector<float> sizes_, errors_;  // of each panel, see ScreenPanelArgs
-  double largest_ = 0, bias_rounding_ = 0;
+  double largest_ = 0, rounding_ = 0;  // largest norm of an output; how far adding a bias and numbers near zero may err
   bool usable_ = false;
   std::mutex busy_;  // for what follows
   std::vector<float> peaks_;

@@ -22,8 +22,8 @@ constexpr int64_t kScreenRows = octavo::kScreenRows;
 
 // Half unit `h` of unit `u` of a span, times MR rows.
 template <int MR>
-OCTAVO_INLINE void add_half(const ByteSpan* x, int64_t u, int h, const veci (&w)[kParts][4], const veci (&factors)[kParts],
-                            vec (&total)[MR][kParts]) {
+OCTAVO_INLINE void add_half(const ByteSpan* x, int64_t u, int h, const veci (&w)[kParts][4],
+                            const veci (&factors)[kParts], vec (&total)[MR][kParts]) {
 #pragma GCC unroll 4
   for (int r = 0; r < MR; ++r) {
     veci acc[kParts];

@@ -117,6 +117,8 @@ def test_weights_of_every_size() -> None:
     weight[40], weight[41] = weight[40] * 1e-20, weight[41] * 1e12
     both(weight, torch.randn(7, 96))
     both(torch.zeros(64, 32), torch.randn(3, 32))
+    for size in (1e-18, 1e-22, 1e15):
+        both(torch.randn(900, 64) * size, torch.randn(4, 64) * size)
     both(-weight.abs(), weight[:5].abs() + 0.1)
 
 

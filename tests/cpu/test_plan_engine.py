@@ -93,6 +93,7 @@ llm = LLM("gemma-3-270m", dtype="bfloat16", cpu_kv_bytes=plan.memory.kv, skip_to
 llm._live().runner.store.cache.kv.zero_()  # every page, as a full pool has
 prompts = [{"prompt_token_ids": [(i * 37 + j * 11) % 300 for j in range(length)]} for i in range(SEQS)]
 params = SamplingParams(temperature=1, top_p=0.9, logprobs=8, max_tokens=2, ignore_eos=True, seed=1)
+llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)  # the screen
 llm.generate(prompts, params, use_tqdm=False)
 print(json.dumps({"planned": plan.memory.planned, "taken": _status_bytes("VmHWM") - before,
                   "tensors": llm._live().runner.store.device_bytes + llm._live().hardware["weight_bytes"],
