@@ -102,7 +102,11 @@ def settle_speculation(
     backend = make_backend(final.attention_backend, store.cache, target.spec)
     most = min(room, seats * (k + 1), ROWS[-1])
     costs = measure_row_costs(
-        runner(target.decoder, store, backend), store.cache.layout, alone=min(room, k + 1), most=most
+        runner(target.decoder, store, backend),
+        store.cache.layout,
+        alone=min(room, k + 1),
+        most=most,
+        first=target.spec.bos_token_id or 0,
     )
     draft_costs: tuple[tuple[int, float], ...] = ()
     if draft is not None:

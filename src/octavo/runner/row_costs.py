@@ -18,39 +18,42 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 CROWD = 32  # rows of a large step that is measured in any case
 ROUNDS, FEWEST_ROUNDS = 6, 3
 SECONDS = 3.0
+WORDS = 8  # of the model's own text
 
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def measure_row_costs(
-    runner: ModelRunner, layout: KVLayout, *, alone: int, most: int, budget: float = SECONDS
+    runner: ModelRunner, layout: KVLayout, *, alone: int, most: int, budget: float = SECONDS, first: int = 0
 ) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of verification steps of up to `most` rows, ascending. Uses the first blocks of an idle pool.
 
-    alone: rows of a sequence with all its guesses. Where steps are so long that `budget` seconds do not suffice, one
-    row, `alone` and a large step are measured and the scheduler goes in straight lines between them. The least of a few
-    runs each: what others on the machine do can only make a run slower.
+    alone: rows of a sequence with all its guesses. first: the token that begins a text. Where steps are so long that
+    `budget` seconds do not suffice, one row, `alone` and a large step are measured and the scheduler goes in straight
+    lines between them. The least of a few runs each: what others on the machine do can only make a run slower.
     """
     alone, most = min(alone, most), max(1, most)
     blocks = layout.blocks_for(most)
     tables = tuple(
         TableUpdate(group, 0, tuple(range(group * blocks, (group + 1) * blocks))) for group in range(layout.num_groups)
     )
-    start = SequenceStart(0, "row-costs", 0, _GREEDY, (0,), 1, seed=0)
-    runner.execute(StepPlan(0, (ScheduledSequence(0, 0, (0,), tables, (0,)),), starts=(start,)))
+    text = _own_words(runner, tables, first, min(most, WORDS))
     begin = time.perf_counter()
-    first = [1, alone, min(CROWD, most)]
-    sizes = list(dict.fromkeys([*first, *(r for r in ROWS if r < alone), *(r for r in ROWS if alone < r < most), most]))
+    needed = [1, alone, min(CROWD, most)]
+    sizes = list(
+        dict.fromkeys([*needed, *(r for r in ROWS if r < alone), *(r for r in ROWS if alone < r < most), most])
+    )
     least: dict[int, float] = {}
     # Round by round over all sizes, so that a burst of other work cannot fall on one size alone.
     for number in range(ROUNDS):
         for rows in sizes:
-            plan = StepPlan(0, (ScheduledSequence(0, 0, (0,) * rows, (), (0,), None, rows - 1),))
+            tokens = (text * (rows // len(text) + 1))[:rows]
+            plan = StepPlan(0, (ScheduledSequence(0, 0, tokens, (), (0,), None, rows - 1),))
             before = time.perf_counter()
             runner.execute(plan)
             after = time.perf_counter()
             least[rows] = min(after - before, least.get(rows, after - before))
-            if number == 0 and len(least) >= len(set(first)) and after - begin > budget / FEWEST_ROUNDS:
+            if number == 0 and len(least) >= len(set(needed)) and after - begin > budget / FEWEST_ROUNDS:
                 break
         sizes = list(least)
         if number + 1 >= FEWEST_ROUNDS and time.perf_counter() - begin > budget:
@@ -58,3 +61,19 @@ def measure_row_costs(
     runner.execute(StepPlan(0, (), ends=(0,)))
     runner.store.cache.kv[: blocks * layout.num_groups].zero_()  # no more: untouched pages take no memory
     return tuple(sorted(least.items()))
+
+
+def _own_words(runner: ModelRunner, tables: tuple[TableUpdate, ...], first: int, count: int) -> tuple[int, ...]:
+    """`first` and what the model writes after it, at the first positions of a new sequence 0.
+
+    What a step costs depends on what it computes: a screened output head is quicker the surer the model is, and of
+    tokens that nobody writes it is less sure than of text.
+    """
+    text = [first]
+    start = SequenceStart(0, "row-costs", 0, _GREEDY, (first,), 1, seed=0)
+    for position in range(count):
+        begins = position == 0
+        scheduled = ScheduledSequence(0, position, (text[-1],), tables if begins else (), (0,))
+        drawn = runner.execute(StepPlan(0, (scheduled,), starts=(start,) if begins else ())).drawn[0]
+        text += drawn.token_ids or (first,)  # none: an error that the first request will be told
+    return tuple(text[:count])
