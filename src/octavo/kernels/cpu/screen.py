@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.kernels.cpu.loader import native
 
-FIRST_GAP, LONGEST_GAP = 32, 4096  # calls between two tries of the slower way, as long as it stays the slower one
+FIRST_GAP, LONGEST_GAP = 32, 1024  # calls between two tries of the slower way, as long as it stays the slower one
 WEIGHT = 0.25  # of the newest time in a mean
 
 
