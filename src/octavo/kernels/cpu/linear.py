@@ -121,7 +121,7 @@ class NativeLinear:
     def screen(self) -> str:
         """From now on `argmax` looks at a copy of the weight in six bits first; the same results. Or why it cannot."""
         if self.quantized:
-            return "its weights are quantised, and a copy in six bits would be as slow to read"
+            return "the output head is quantised, and a copy of it in six bits would be as slow to read"
         self._screen = Screen(self._packed, self._bias_address)
         return ""
 
