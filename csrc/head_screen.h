@@ -94,7 +94,7 @@ class HeadScreen {
     return left;
   }
 
-  // The largest output of row `r`, from the panels that could hold it; false: those are too many.
+  // The largest output of row `r`, from the panels that could hold it; false: those are too many, or no memory is left.
   bool settle(int64_t m, int64_t r, uintptr_t x, DType type, double size, double error, Best& best) {
     if (!(size * largest_ < 1e30)) return false;  // or is not a number
     // Rounding of the sums: of the copy's, a chain over half units of numbers up to |x| + |x'|, and of the product's,
@@ -106,7 +106,7 @@ class HeadScreen {
     RaiseArgs raise{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
                     sizes_.data(), errors_.data(), up(error + rounding * size), up(size * (1 + rounding))};
     const int64_t first = kernels->raise_peaks(raise);
-    best = exact(x, type, first);
+    if (!exact(x, type, first, best)) return false;
     const int64_t room = panels_ / 8 + 1;
     std::vector<int32_t> found(static_cast<size_t>(room));
     const int64_t count = kernels->panels_above(raise, bar(best), found.data(), room);
@@ -117,7 +117,8 @@ class HeadScreen {
     for (int32_t p : found) {
       if (p == first) continue;
       if (ceiling(p) < bar(best)) break;
-      const Best next = exact(x, type, p);
+      Best next;
+      if (!exact(x, type, p, next)) return false;
       if (next.value > best.value || (next.value == best.value && next.index < best.index)) best = next;
     }
     return true;
@@ -130,15 +131,16 @@ class HeadScreen {
   static double larger(double a, double b) { return a == a && !(b <= a) ? b : a; }  // a NaN stays
   static float up(double v) { return std::nextafter(static_cast<float>(v), std::numeric_limits<float>::infinity()); }
 
-  // The largest output within a panel, as the whole product has it.
-  Best exact(uintptr_t x, DType type, int64_t panel) const {
-    Best best{-std::numeric_limits<float>::infinity(), -1};
+  // The largest output within a panel, as the whole product has it. False: out of memory.
+  bool exact(uintptr_t x, DType type, int64_t panel, Best& best) const {
+    best = {-std::numeric_limits<float>::infinity(), -1};
     const int64_t first = panel * kPanel;
     const int64_t columns = std::min<int64_t>(kPanel, head_.outputs() - first);
-    kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0,
-                     nullptr, DType::f32, 0, 1, columns, head_.inputs(), false, &best});
+    if (!kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0,
+                          nullptr, DType::f32, 0, 1, columns, head_.inputs(), false, &best}))
+      return false;
     best.index = static_cast<int32_t>(std::max<int64_t>(best.index, 0) + first);
-    return best;
+    return true;
   }
 
   void multiply_whole(uintptr_t x, DType type, int64_t ldx, int64_t m, const bool* open, int64_t left, int64_t* ids,

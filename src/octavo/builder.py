@@ -133,8 +133,8 @@ def _resolved(
     windowed = any(window is not None for spec in specs for window in spec.windows)
     resolved = resolve(config, replace(facts, has_windows=windowed))
     choice = Choice("model_impl", resolved.config.model_impl, model.impl, model.impl_why)
-    screen = Choice("screen_head", config.screen_head, model.head_screened, model.screen_why)
-    settled = replace(resolved.config, model_impl=model.impl, screen_head=model.head_screened)
+    screen = Choice("screen_head", config.screen_head, model.screen_bytes > 0, model.screen_why)
+    settled = replace(resolved.config, model_impl=model.impl, screen_head=screen.chosen)
     resolved = Resolved(settled, (*chosen, *resolved.choices, choice, screen))
     return settle_swap(resolved, layout, where.kind)
 

@@ -17,7 +17,6 @@ from octavo.core.block_pool import BlockPool
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
 from octavo.core.settings import SchedulerSettings
-from octavo.core.weight_format import screen_bytes
 from octavo.device_setup import measured_budget
 from octavo.devices import Device
 from octavo.errors import ConfigError
@@ -80,17 +79,13 @@ def kv_budget(config: EngineConfig, model: LoadedModel, layout: KVLayout, dtype:
         return Budget(config.num_blocks * layout.bytes_per_block, "as asked")
     if where.kind == "cpu":
         if config.cpu_kv_bytes is None:
-            return cpu_budget(config.gpu_memory_utilization, available_cpu_bytes() - _screen_to_come(model))
+            # The output head's screen comes with the first greedy tokens.
+            return cpu_budget(config.gpu_memory_utilization, available_cpu_bytes() - model.screen_bytes)
         if config.cpu_kv_bytes > (available := available_cpu_bytes()):
             raise ConfigError(f"cpu_kv_bytes={config.cpu_kv_bytes}: {available} bytes are available; ask for less")
         return Budget(config.cpu_kv_bytes, f"cpu_kv_bytes={config.cpu_kv_bytes}")
     make = partial(make_backend, config.attention_backend)
     return measured_budget(config, model, layout, dtype, where, make)
-
-
-def _screen_to_come(model: LoadedModel) -> int:
-    """Bytes that the output head's screen will take once greedy tokens are asked for."""
-    return screen_bytes(model.spec.vocab_size, model.spec.hidden_size) if model.head_screened else 0
 
 
 def blocks_for_longest(config: EngineConfig, layout: KVLayout, length: int) -> int:

@@ -60,8 +60,14 @@ def load_draft(
             f"speculative: a draft model cannot share blocks of kv_cache_dtype={layout.kv_dtype!r} (scales lie at "
             "other places for other shapes); use kv_cache_dtype='auto', or method ngram"
         )
-    own = replace(config, model=asked["model"], tokenizer=None, skip_tokenizer_init=True, speculative=None)
-    own = replace(own, screen_head=False)  # a draft's guesses are drawn from its logits
+    own = replace(
+        config,
+        model=asked["model"],
+        tokenizer=None,
+        skip_tokenizer_init=True,
+        speculative=None,
+        screen_head=False,  # a draft's guesses are drawn from its logits
+    )
     try:
         if "quantization" in asked:
             form = check_weight_format(asked["quantization"], device.partition(":")[0])

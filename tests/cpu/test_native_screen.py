@@ -165,6 +165,7 @@ def test_a_head_that_is_not_finite_goes_without() -> None:
 def test_a_product_with_its_screen() -> None:
     from octavo.core.weight_format import WeightFormat
     from octavo.kernels.cpu.linear import NativeLinear
+    from octavo.kernels.cpu.loader import native
     from octavo.kernels.cpu.ops import NativeOps
 
     weight = torch.randn(1000, 72)
@@ -172,6 +173,7 @@ def test_a_product_with_its_screen() -> None:
     assert linear.screen() == ""
     copy = linear.nbytes - plain.nbytes
     assert copy == pytest.approx(screen_bytes(1000, 72), rel=0.01)
+    assert native().HeadScreen(linear._packed, 0).bytes == pytest.approx(copy, rel=0.01), "what Python counts is taken"
     for rows in (1, 3, 40):
         for _ in range(6):  # screened, and now and then whole
             x = torch.randn(rows, 72)

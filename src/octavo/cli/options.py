@@ -24,8 +24,7 @@ ENGINE_SETTINGS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "cpu_kv_bytes",
     "prefix_caching", "allocation", "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend",
     "preemption", "swap_bytes", "copy_on_write", "record", "speculative", "lora", "max_loras", "max_preemptions",
-    "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug", "overlap",
-    "screen_head",
+    "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug", "overlap", "screen_head",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from octavo.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128, 256)
-SCREENED_FROM = 1 << 24  # weights of an output head; below, a copy to screen it is not worth its memory
+SCREENED_FROM = 1 << 24  # weights of an output head
 PURE = "pure"
 
 
@@ -46,6 +46,11 @@ class WeightFormat:
             return rows * (columns + 4)
         units, groups = -(-columns // 32), -(-columns // self.group_size)
         return rows * (units * 16 + groups * 3)
+
+
+def worth_screening(rows: int, columns: int) -> bool:
+    """Is an output head [rows, columns] so large that a copy to screen it is worth the copy's memory?"""
+    return rows * columns >= SCREENED_FROM
 
 
 def screen_bytes(rows: int, columns: int) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.config import EngineConfig
-from octavo.core.weight_format import SCREENED_FROM, screen_bytes
+from octavo.core.weight_format import worth_screening
 from octavo.devices import device_of
 from octavo.errors import ConfigError, ModelError
 from octavo.models.config_reader import spec_from_config
@@ -54,7 +54,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedModel:
     """What the engine needs of a model. weight_bytes: in memory, a tied head once. source: the file or directory.
 
-    head_screened, and why: `EngineConfig.screen_head`.
+    screen_bytes: of `weight_bytes` those of the output head's screen (`EngineConfig.screen_head`), 0 without one; why.
     """
 
     spec: ModelSpec
@@ -64,7 +64,7 @@ class LoadedModel:
     source: Path
     impl: str = "octavo"
     impl_why: str = "its own decoder covers the model"
-    head_screened: bool = False
+    screen_bytes: int = 0
     screen_why: str = "not asked for"
 
 
@@ -249,7 +249,8 @@ def load_model(
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
     _check_vocabulary(source, tokenizer)
-    screened, screen_why = _screen_head(config.screen_head, decoder)
+    before = decoder.weight_bytes
+    screen_why = _screen_head(config.screen_head, decoder)
     return LoadedModel(
         source.spec,
         decoder,
@@ -258,23 +259,23 @@ def load_model(
         source.files.path,
         impl="octavo" if source.foreign is None else "transformers",
         impl_why=source.impl_why,
-        head_screened=screened,
+        screen_bytes=decoder.weight_bytes - before,
         screen_why=screen_why,
     )
 
 
-def _screen_head(asked: bool | None, decoder: AnyDecoder) -> tuple[bool, str]:
-    """`EngineConfig.screen_head` as it came to be, and why. Raises `ConfigError` where True would have no effect."""
+def _screen_head(asked: bool | None, decoder: AnyDecoder) -> str:
+    """Do what `EngineConfig.screen_head` asks; returns why it came so. Raises `ConfigError`: True has no effect."""
     if asked is False:
-        return False, "as asked"
-    rows, columns = decoder.spec.vocab_size, decoder.spec.hidden_size
-    if asked is None and rows * columns < SCREENED_FROM:
-        return False, "its output head is read in no time"
+        return "as asked"
+    if asked is None and not worth_screening(decoder.spec.vocab_size, decoder.spec.hidden_size):
+        return "its output head is read in no time"
+    before = decoder.weight_bytes
     why = decoder.screen_head() if isinstance(decoder, Decoder) else "the model runs through transformers"
     if why and asked:
         raise ConfigError(f"screen_head=True has no effect: {why}; leave it out")
-    size = f"{screen_bytes(rows, columns) / (1 << 20):.0f} MiB more, "
-    return not why, why or f"{size}for greedy tokens that read less of the output head; the same tokens"
+    size = f"{(decoder.weight_bytes - before) / (1 << 20):.0f} MiB more, "
+    return why or f"{size}for greedy tokens that read less of the output head; the same tokens"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from math import floor
 
 from octavo.core.kv_format import GROUP, check_kv_dtype
 from octavo.core.kv_layout import KVLayout, largest
-from octavo.core.weight_format import SCREENED_FROM, screen_bytes
+from octavo.core.weight_format import screen_bytes, worth_screening
 from octavo.errors import ConfigError
 from octavo.planning.activations import activation_bytes
 from octavo.planning.shapes import ModelShape, dtype_bytes
@@ -234,7 +234,7 @@ def head_screen_bytes(ask: Ask) -> int:
     """The copy of a large output head of floats that greedy tokens look at first, on a CPU."""
     rows, columns = ask.shape.vocab_size, ask.shape.hidden_size
     floats = ask.quantization in (None, "auto") and ask.weights_follow_dtype
-    return screen_bytes(rows, columns) if ask.device == "cpu" and floats and rows * columns >= SCREENED_FROM else 0
+    return screen_bytes(rows, columns) if ask.device == "cpu" and floats and worth_screening(rows, columns) else 0
 
 
 def rotary_bytes(ask: Ask) -> int:
