@@ -16,7 +16,7 @@
 namespace octavo {
 
 const KernelTable& amx_kernels() {
-  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, input_rounding_amx, gated_linear_amx, quantized_linear, screen_panel, screen, raise_peaks, panels_above, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds_amx};
+  static constexpr KernelTable table = {"amx", pack_rows, load_rows, unpack_rows, linear_amx, input_rounding_amx, gated_linear_amx, quantized_linear, gated_quantized, screen_panel, screen, raise_peaks, panels_above, pack_codes, unpack_codes, attend_amx, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps, read_once, multiply_adds_amx, multiply_pairs};
   return table;
 }
 

@@ -36,7 +36,8 @@ struct Best {
 // and within a group into units of 32 inputs. A panel is one run of bytes, read once from front to back.
 //
 //   panel:  header of group 0, its units, header of group 1, …   (the last group may have fewer units)
-//   unit:   bits 8: [16 pairs of inputs][16 outputs][2]  int8
+//   unit:   bits 16: [16 pairs of inputs][16 outputs][2]  int16, of 14 bits (linear_fixed.h)
+//           bits 8:  the same of int8
 //           else:   [4][16 outputs][4] bytes, of which byte [b][j][i] holds inputs 4b + i (low four bits) and 16 + 4b + i;
 //                   then the higher bits: bits 5: [16][4] bytes, bit q of byte [j][i] for input 4q + i; bits 6: two
 //                   blocks of [16][4] bytes, the two bits at 2q of block b for input 16b + 4q + i
@@ -47,8 +48,8 @@ struct Best {
 //           wide_zero  f32 scale[16], f32 zero[16]                      value = scale * (code - zero)
 //           k_min      f16 d[16], f16 dmin[16], u8 sub[8][16], u8 low[8][16]   value = d * sub * code - dmin * low
 //           k_signed   f16 d[16], i8 sub[16][16]                        value = d * sub * (code - 32), a sub per 16 inputs
-// middle: 0 for 8 bits (codes are signed), 8 for 4, 16 for 5.
-inline constexpr int kUnit = 32;
+// middle: 0 for 8 and 16 bits (codes are signed), 8 for 4, 16 for 5.
+inline constexpr int kUnit = 32, kFixedSpan = 128;  // the latter: the group of codes of 16 bits
 enum class Scales : int { half = 0, half_zero = 1, wide = 2, wide_zero = 3, k_min = 4, k_signed = 5, half_fine = 6 };
 struct QuantizedFormat {
   int bits = 0;  // 0: floats, see DType
@@ -301,6 +302,7 @@ struct KernelTable {
   // y [m, n / 2] = activate(first half of the outputs) * second half. False, and nothing done: `linear` and `gate` then.
   bool (*gated_linear)(const LinearArgs&, Activation);
   bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
+  bool (*gated_quantized)(const LinearArgs&, const QuantizedFormat&, Activation);  // as `gated_linear`
   void (*screen_panel)(const ScreenPanelArgs&);
   bool (*screen)(const ScreenArgs&);  // false: out of memory
   int64_t (*raise_peaks)(const RaiseArgs&);
@@ -322,6 +324,7 @@ struct KernelTable {
   // Yardsticks (limits.h): the sum of numbers read once; operations of rounds of multiply-adds for products of a type.
   float (*read_once)(const float* from, int64_t n, int64_t ahead);
   int64_t (*multiply_adds)(DType type, int64_t rounds, float* result);
+  int64_t (*multiply_pairs)(int64_t rounds, float* result);
 };
 
 const KernelTable& portable_kernels();

@@ -245,6 +245,15 @@ struct Gated {
   }
 };
 
+// Sums c [panels of the run][kRowBlock][kPanel]. Row by row: neighbouring outputs of a row share pages, those of a column
+// do not.
+template <class Finish>
+void finish_rows(const LinearArgs& a, int64_t row, int64_t rows, const PanelRun& run, const float* c,
+                 const Finish& finish) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t p = 0; p < run.count; ++p) finish(a, row + r, run, p, c + (p * kRowBlock + r) * kPanel);
+}
+
 template <class W, class Finish>
 void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_t rows, const PanelRun& run,
            const Finish& finish) {
@@ -259,27 +268,32 @@ void block(const LinearArgs& a, const float* x, int64_t ldx, int64_t row, int64_
                  c + p * kRowBlock * kPanel);
     }
   }
-  // Row by row: neighbouring outputs of a row share pages, those of a column do not.
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t p = 0; p < run.count; ++p) finish(a, row + r, run, p, c + (p * kRowBlock + r) * kPanel);
+  finish_rows(a, row, rows, run, c, finish);
 }
 
-// Many rows: blocks of rows times runs of panels, of which the outputs from `twin` panels on are a second half.
-template <class W, class Finish>
-void many_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t twin, const Finish& finish) {
+// Many rows: run(row, rows, panels) for blocks of rows times runs of panels, of which the outputs from `twin` panels on
+// are a second half (0: there is none). tile: rows that are multiplied together.
+template <class Run>
+void in_blocks(const LinearArgs& a, int64_t twin, int64_t tile, const Run& run) {
   const int64_t panels = twin ? twin : (a.n + kPanel - 1) / kPanel, longest = twin ? kRun / 2 : kRun;
   const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
   // Equal row blocks, in whole register tiles: 97 rows are not 96 and 1.
   int64_t height = (a.m + blocks - 1) / blocks;
-  height = least(kRowBlock, (height + kRowTile - 1) / kRowTile * kRowTile);
+  height = least(kRowBlock, (height + tile - 1) / tile * tile);
   // Runs of half the size where there are few: five of them would keep one of two threads waiting for a fifth.
   const int64_t length = a.best || blocks * panels >= 16 * longest ? longest : longest / 2;
   const int64_t runs = (panels + length - 1) / length;
   share_out(blocks * runs, a.threaded, [&](int64_t i) {
     const int64_t begin = i / blocks * length, row = i % blocks * height;  // blocks of a run share its weights
-    const PanelRun run = {begin, least(length, panels - begin), twin ? twin + begin : 0};
     const int64_t rows = least(height, a.m - row);
-    if (rows > 0) block<W>(a, x, ldx, row, rows, run, finish);
+    if (rows > 0) run(row, rows, PanelRun{begin, least(length, panels - begin), twin ? twin + begin : 0});
+  });
+}
+
+template <class W, class Finish>
+void many_rows(const LinearArgs& a, const float* x, int64_t ldx, int64_t twin, const Finish& finish) {
+  in_blocks(a, twin, kRowTile, [&](int64_t row, int64_t rows, const PanelRun& run) {
+    block<W>(a, x, ldx, row, rows, run, finish);
   });
 }
 
@@ -329,9 +343,13 @@ bool linear(const LinearArgs& a) {
   });
 }
 
+OCTAVO_INLINE bool can_gate(const LinearArgs& a) {
+  return a.m > octavo::kFewRows && a.n % (2 * kPanel) == 0 && a.y_type == DType::f32 && !a.best;
+}
+
 // Sums are gated while they are in the caches: written and read again, they would cost as much as the activation.
 bool gated_linear(const LinearArgs& a, octavo::Activation kind) {
-  if (a.m <= octavo::kFewRows || a.n % (2 * kPanel) || a.y_type != DType::f32 || a.best) return false;
+  if (!can_gate(a)) return false;
   const int64_t twin = a.n / kPanel / 2;
   const Gated gated = {kind};
   return with_floats(a, [&](const float* x, int64_t ldx) {

@@ -1,12 +1,14 @@
 // y = x W^T + b over quantised panels. Included by each instruction set's file, after linear.h.
 //
 // What the inputs are rounded to is decided by the format of the weight alone, never by the data: codes of eight bits
-// meet 16-bit integers (linear_words.h), narrower ones bytes (linear_bytes.h). Here the panels are shared out.
+// meet 16-bit integers (linear_words.h), so do fixed-point weights of fourteen (linear_fixed.h), narrower ones meet bytes
+// (linear_bytes.h). Here the panels are shared out.
 //
 // Invariant: a row's sums are the same however many rows there are, and whatever they are cut into.
 #pragma once
 
 #include "linear_bytes.h"
+#include "linear_fixed.h"
 #include "linear_words.h"
 
 namespace {
@@ -65,6 +67,7 @@ bool quantized_tasks(const LinearArgs& a, const QuantizedFormat& f) {
 
 // a.weight_type: any; it only says how many panels make a run.
 bool quantized_linear(const LinearArgs& a, const QuantizedFormat& f) {
+  if (f.bits == 16) return fixed_linear(a);
   switch (f.bits * 8 + (int)f.scales) {
     case 8 * 8 + (int)Scales::half: return quantized_tasks<WordProducts<Scales::half>>(a, f);
     case 8 * 8 + (int)Scales::wide: return quantized_tasks<WordProducts<Scales::wide>>(a, f);

@@ -123,15 +123,15 @@ void widen_words(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, i
   }
 }
 
-// `pairs` (even) pairs of MR rows, from words of 16 outputs; sums start as they are.
+// `pairs` (a multiple of four) pairs of MR rows, from words of 16 outputs; sums start as they are.
 template <int MR>
 OCTAVO_INLINE void integer_tile(const int16_t* x, const int16_t* words, int64_t pairs, veci (&acc)[MR][kParts]) {
-  for (const int16_t* end = x + 2 * pairs; x < end; x += 4) {
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p, words += 2 * kPanel) {
+  for (const int16_t* end = x + 2 * pairs; x < end; x += 8) {
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p, words += 2 * kPanel) {
       veci w[kParts];
 #pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) w[v] = lanes_at(words + v * 2 * kLanes);
+      for (int v = 0; v < kParts; ++v) w[v] = lanes_at(words + v * 2 * kLanes), pin(w[v]);
 #pragma GCC unroll 12
       for (int r = 0; r < MR; ++r) {
         const veci a = input_lanes(x + r * kSpan + 2 * p);

@@ -17,6 +17,8 @@ namespace nb = nanobind;
 namespace octavo {
 namespace {
 
+constexpr int kFixed = 3;  // beyond the DTypes
+
 using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
@@ -56,7 +58,8 @@ std::pair<double, double> read_rate(int64_t bytes, double seconds) {
   return plain.second > ahead.second ? plain : ahead;
 }
 
-// Floating-point operations per second that products of `type` could reach, for about `seconds`: best, median.
+// Operations per second that products of `type` (kFixed: of fixed-point numbers) could reach, for about `seconds`: best,
+// median.
 std::pair<double, double> arithmetic_rate(int type, int64_t rounds, double seconds) {
   if (rounds < 1) throw std::invalid_argument("rounds must be at least 1");
   std::vector<double> found;
@@ -66,7 +69,8 @@ std::pair<double, double> arithmetic_rate(int type, int64_t rounds, double secon
     double done = 0;
     const Clock::time_point pass = Clock::now();
 #pragma omp parallel reduction(+ : result, done)
-    done += static_cast<double>(kernels->multiply_adds(static_cast<DType>(type), rounds, &result));
+    done += static_cast<double>(type == kFixed ? kernels->multiply_pairs(rounds, &result)
+                                               : kernels->multiply_adds(static_cast<DType>(type), rounds, &result));
     found.push_back(done / since(pass));
   } while (since(begin) < seconds);
   return rates(std::move(found));

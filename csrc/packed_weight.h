@@ -38,6 +38,8 @@ class PackedWeight {
   // Quantised panels, to be filled.
   PackedWeight(int bits, int scales, int64_t group, int64_t n, int64_t k)
       : type_(DType::bf16), format_{bits, static_cast<Scales>(scales), group}, n_(n), k_(k) {
+    if (bits == 16 && (format_.scales != Scales::wide || group != kFixedSpan))
+      throw std::invalid_argument("fixed-point weights share a step among " + std::to_string(kFixedSpan));
     bytes_ = static_cast<size_t>((n + kPanel - 1) / kPanel * bytes_of_panel());
     memory_ = weight_memory(bytes_);
   }
@@ -45,7 +47,7 @@ class PackedWeight {
   // Rows [first, first + count): codes [count, k] a byte each, scales (and zeros, or 0) float32 [count, groups].
   void pack_codes(uintptr_t codes, uintptr_t scales, uintptr_t zeros, int64_t group_size, int64_t first,
                   int64_t count) const {
-    if (format_.bits == 0 || group_size < kUnit || format_.group % kUnit || first < 0 || count < 1 || first + count > n_)
+    if (format_.bits == 0 || format_.bits == 16 || group_size < kUnit || format_.group % kUnit || first < 0 || count < 1 || first + count > n_)
       throw std::invalid_argument("codes of rows " + std::to_string(first) + " to " + std::to_string(first + count));
     nb::gil_scoped_release release;
     const int64_t groups = (k_ + group_size - 1) / group_size;
@@ -125,7 +127,7 @@ class PackedWeight {
                       Activation kind) const {
     LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr};
     a.threaded = worth_sharing(m);
-    return !format_.bits && kernels->gated_linear(a, kind);
+    return format_.bits ? kernels->gated_quantized(a, format_, kind) : kernels->gated_linear(a, kind);
   }
 
   bool quantized() const { return format_.bits != 0; }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "dequantize.h"
+#include "fixed_point.h"
 #include "quantize_int4.h"
 #include "quantized_panels.h"
 
@@ -49,8 +50,24 @@ bool int8_row(const float* x, int64_t k, uint8_t* codes, float* scale) {
   return true;
 }
 
-// One row of floats as int8 into its place.
+// One row of floats as fixed-point numbers (linear_fixed.h) into its place. What is not finite makes its group NaN.
+void fix_row(const LoadArgs& a, const float* x, int64_t row, int16_t* codes) {
+  int16_t fixed[kFixedSpan];
+  for (int64_t from = 0; from < a.k; from += kFixedSpan) {
+    const int64_t count = least(kFixedSpan, a.k - from);
+    const FixedScale scale = fixed_scale(largest_magnitude(x + from, count));
+    float part[kFixedSpan] = {};  // where the step is not a number, zeros
+    if (scale.inverse) memcpy(part, x + from, (size_t)count * sizeof(float));
+    for (int64_t i = 0; i < kFixedSpan; i += 16) put_words<true>(part + i, splat(scale.inverse), fixed + i);
+    memcpy(codes + from, fixed, (size_t)count * sizeof *codes);
+    put_scale(a.format, a.panels, row, a.k, from / kFixedSpan, scale.step, 0);
+  }
+  put_codes(a.format, (char*)a.panels, row, a.k, (const uint8_t*)codes);
+}
+
+// One row of floats as int8, or as fixed-point numbers, into its place.
 bool quantize_row(const LoadArgs& a, const float* x, int64_t row, uint8_t* codes) {
+  if (a.format.bits == 16) return fix_row(a, x, row, (int16_t*)codes), true;
   float scale;
   if (!int8_row(x, a.k, codes, &scale)) return false;
   put_scale(a.format, a.panels, row, a.k, 0, scale, 0);

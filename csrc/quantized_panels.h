@@ -23,8 +23,15 @@ OCTAVO_INLINE int64_t group_bytes(const QuantizedFormat& f) {
 
 // ---- One row in, one row out ----------------------------------------------------------------------------------------
 
+// Bytes of a code outside of panels.
+OCTAVO_INLINE int64_t code_bytes(int bits) { return bits == 16 ? 2 : 1; }
+
 // 32 codes of output j into their places in a unit.
 OCTAVO_INLINE void put_unit(uint8_t* unit, int bits, int64_t j, const uint8_t* c) {
+  if (bits == 16) {
+    for (int p = 0; p < 16; ++p) memcpy(unit + p * 64 + 4 * j, c + 4 * p, 4);
+    return;
+  }
   if (bits == 8) {
     for (int p = 0; p < 16; ++p) unit[p * 32 + 2 * j] = c[2 * p], unit[p * 32 + 2 * j + 1] = c[2 * p + 1];
     return;
@@ -44,6 +51,10 @@ OCTAVO_INLINE void put_unit(uint8_t* unit, int bits, int64_t j, const uint8_t* c
 }
 
 OCTAVO_INLINE void get_unit(const uint8_t* unit, int bits, int64_t j, uint8_t* c) {
+  if (bits == 16) {
+    for (int p = 0; p < 16; ++p) memcpy(c + 4 * p, unit + p * 64 + 4 * j, 4);
+    return;
+  }
   if (bits == 8) {
     for (int p = 0; p < 16; ++p) c[2 * p] = unit[p * 32 + 2 * j], c[2 * p + 1] = unit[p * 32 + 2 * j + 1];
     return;
@@ -61,14 +72,14 @@ OCTAVO_INLINE void get_unit(const uint8_t* unit, int bits, int64_t j, uint8_t* c
 // The codes [k] of one row of a weight; whatever follows in the last unit is padding that meets zeros.
 void put_codes(const QuantizedFormat& f, char* panels, int64_t row, int64_t k, const uint8_t* codes) {
   uint8_t* at = (uint8_t*)panels + row / kPanel * octavo::panel_bytes(f, k);
-  const int64_t per = f.group / kUnit, units = octavo::units_of(k);
+  const int64_t per = f.group / kUnit, units = octavo::units_of(k), bytes = code_bytes(f.bits);
   for (int64_t u = 0; u < units; ++u) {
     uint8_t* unit = at + u / per * group_bytes(f) + octavo::header_bytes(f.scales) + u % per * octavo::unit_bytes(f.bits);
     if ((u + 1) * kUnit <= k) {
-      put_unit(unit, f.bits, row % kPanel, codes + u * kUnit);
+      put_unit(unit, f.bits, row % kPanel, codes + u * kUnit * bytes);
     } else {
-      uint8_t last[kUnit] = {};
-      memcpy(last, codes + u * kUnit, (size_t)(k - u * kUnit));
+      uint8_t last[2 * kUnit] = {};
+      memcpy(last, codes + u * kUnit * bytes, (size_t)((k - u * kUnit) * bytes));
       put_unit(unit, f.bits, row % kPanel, last);
     }
   }
@@ -105,12 +116,18 @@ void pack_codes(const octavo::PackCodesArgs& a) {
   }
 }
 
+OCTAVO_INLINE float word_at(const uint8_t* p) {
+  int16_t word;
+  memcpy(&word, p, 2);
+  return (float)word;
+}
+
 // The numbers of a row, rounded as the definition rounds them (kernels/quantized_weights.py, and GGUF's for k_*).
 void get_row(const QuantizedFormat& f, const char* panels, int64_t row, int64_t k, float* out) {
   const int64_t j = row % kPanel, per = f.group / kUnit;
   for (int64_t u = 0; u < octavo::units_of(k); ++u) {
     const uint8_t* header = header_of(f, (void*)panels, row, k, u / per);
-    uint8_t c[kUnit];
+    uint8_t c[2 * kUnit];
     get_unit(header + octavo::header_bytes(f.scales) + u % per * octavo::unit_bytes(f.bits), f.bits, j, c);
     f16 d, low;
     float scale, zero = (float)middle_of(f.bits);
@@ -124,7 +141,7 @@ void get_row(const QuantizedFormat& f, const char* panels, int64_t row, int64_t 
     if (f.scales == Scales::wide_zero) memcpy(&zero, header + 64 + 4 * j, 4);
     const int64_t count = least(kUnit, k - u * kUnit), sub = u % per;
     for (int64_t i = 0; i < count; ++i, ++out) {
-      const float code = f.bits == 8 ? (float)(int8_t)c[i] : (float)c[i];
+      const float code = f.bits == 16 ? word_at(c + 2 * i) : f.bits == 8 ? (float)(int8_t)c[i] : (float)c[i];
       if (f.scales == Scales::k_min)
         *out = scale * (float)header[64 + sub * 16 + j] * code - widen(low) * (float)header[192 + sub * 16 + j];
       else if (f.scales == Scales::k_signed)

@@ -23,6 +23,7 @@ from octavo.core.weight_format import check_weight_format
 from octavo.device_setup import make_device_runner, may_record, queues_steps, settle_graphs, weights_must_fit
 from octavo.devices import Device, find_device
 from octavo.engine import Engine
+from octavo.errors import ConfigError
 from octavo.kernels import cpu, triton
 from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.kernels.ops import Ops, TorchOps
@@ -114,7 +115,21 @@ def _ops(config: EngineConfig, device: str, dtype: torch.dtype) -> Ops:
         return TorchOps(quantization)
     if cpu.why_unavailable():
         logger.warning("%s", cpu.why_unavailable())
-    return cpu.make_ops(dtype, quantization)
+    return cpu.make_ops(dtype, quantization, config.fixed_point)
+
+
+def _fixed_point(config: EngineConfig, model: LoadedModel, where: Device, dtype: torch.dtype) -> Choice:
+    """Whether layers were kept as fixed-point numbers. Raises `ConfigError`: True has no effect."""
+    asked = config.fixed_point
+    if getattr(model.decoder, "fixed_point", False):
+        return Choice("fixed_point", asked, True, "integers multiply faster, and bfloat16 numbers keep their digits")
+    if asked is not False and (where.kind != "cpu" or config.attention_backend == "reference"):
+        why = "only the native CPU kernels can"
+    else:
+        why = cpu.why_not_fixed_point(dtype, asked) or "no matrix of its layers is kept in bfloat16"
+    if asked:
+        raise ConfigError(f"fixed_point=True has no effect: {why}; leave it out")
+    return Choice("fixed_point", asked, False, why)
 
 
 def _resolved(
@@ -134,8 +149,9 @@ def _resolved(
     resolved = resolve(config, replace(facts, has_windows=windowed))
     choice = Choice("model_impl", resolved.config.model_impl, model.impl, model.impl_why)
     screen = Choice("screen_head", config.screen_head, model.screen_bytes > 0, model.screen_why)
-    settled = replace(resolved.config, model_impl=model.impl, screen_head=screen.chosen)
-    resolved = Resolved(settled, (*chosen, *resolved.choices, choice, screen))
+    fixed = _fixed_point(config, model, where, dtype)
+    settled = replace(resolved.config, model_impl=model.impl, screen_head=screen.chosen, fixed_point=fixed.chosen)
+    resolved = Resolved(settled, (*chosen, *resolved.choices, choice, screen, fixed))
     return settle_swap(resolved, layout, where.kind)
 
 

@@ -43,7 +43,8 @@ class EngineConfig:
     speculative: tokens are guessed ahead and checked together ("ngram", "ngram:5", "draft:PATH:4", or a mapping; see
     docs/speculative.md). overlap: the next step is planned while one runs; "auto": on a GPU, without speculation (see
     docs/gpu.md). screen_head: greedy tokens look at a copy of the output head in six bits first, and are the same
-    (docs/screening.md); None: where the native CPU kernels run and the head is large.
+    (docs/screening.md); None: where the native CPU kernels run and the head is large. fixed_point: bfloat16 matrices of
+    the layers are multiplied as integers of 14 bits (docs/fixed-point.md); None: on a CPU where that is faster.
     lora: adapters to load, name -> directory; max_loras: most of them in memory (docs/lora.md).
     record: file that receives arrivals and decisions for `octavo replay`.
     debug: audit the whole pool after every step.
@@ -79,6 +80,7 @@ class EngineConfig:
     speculative: Mapping[str, Any] | str | None = None
     overlap: bool | str = "auto"
     screen_head: bool | None = None
+    fixed_point: bool | None = None
     lora: Mapping[str, str] | str | None = None
     max_loras: int = MAX_LORAS
     record: str | None = None

@@ -72,7 +72,8 @@ def load_draft(
         if "quantization" in asked:
             form = check_weight_format(asked["quantization"], device.partition(":")[0])
             own = replace(own, quantization=asked["quantization"])
-            ops = TorchOps(form) if ops.name == "torch" or device != "cpu" else cpu.make_ops(dtype, form)
+            through_torch = ops.name == "torch" or device != "cpu"
+            ops = TorchOps(form) if through_torch else cpu.make_ops(dtype, form, own.fixed_point)
         model = load_model(own, dtype=dtype, device=device, ops=ops, on_progress=on_progress)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"speculative: the draft: {error}") from error

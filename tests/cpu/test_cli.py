@@ -173,7 +173,8 @@ def test_every_engine_setting_has_an_option_that_reaches_it() -> None:
         "model_impl": ("transformers", "transformers"), "lora": ("a=/b", {"a": "/b"}), "max_loras": ("2", 2),
     }  # fmt: skip
     switches = {"prefix_caching": False, "hybrid_kv": False, "copy_on_write": False, "enforce_eager": True,
-                "engine_debug": True, "skip_tokenizer_init": True, "overlap": False, "screen_head": False}  # fmt: skip
+                "engine_debug": True, "skip_tokenizer_init": True, "overlap": False, "screen_head": False,
+                "fixed_point": False}  # fmt: skip
     given = ["generate", "x"]
     expected: dict[str, Any] = {}
     for name in options.ENGINE_SETTINGS:

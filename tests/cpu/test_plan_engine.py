@@ -49,7 +49,7 @@ def test_tensors_are_as_planned(family: str, dtype: str, tmp_path: Path) -> None
     )
     with LLM(
         str(tmp_path / family), dtype=dtype, cpu_kv_bytes=plan.memory.kv, max_num_seqs=4, max_num_batched_tokens=64,
-        max_model_len=128, skip_tokenizer_init=True,
+        max_model_len=128, skip_tokenizer_init=True, fixed_point=dtype == "bfloat16",
     ) as llm:  # fmt: skip
         engine = llm._live()
         store: Any = engine.runner.store  # type: ignore[attr-defined]
@@ -89,7 +89,8 @@ plan = make_plan(Ask(shape=shape, weight_bytes=weights, memory=1500 << 20, lengt
 if not _reset_peak():
     sys.exit(77)
 before = _status_bytes("VmRSS")
-llm = LLM("gemma-3-270m", dtype="bfloat16", cpu_kv_bytes=plan.memory.kv, skip_tokenizer_init=True, **settings)
+llm = LLM("gemma-3-270m", dtype="bfloat16", cpu_kv_bytes=plan.memory.kv, skip_tokenizer_init=True, fixed_point=True,
+          **settings)
 llm._live().runner.store.cache.kv.zero_()  # every page, as a full pool has
 prompts = [{"prompt_token_ids": [(i * 37 + j * 11) % 300 for j in range(length)]} for i in range(SEQS)]
 params = SamplingParams(temperature=1, top_p=0.9, logprobs=8, max_tokens=2, ignore_eos=True, seed=1)

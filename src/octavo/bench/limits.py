@@ -26,32 +26,37 @@ _ROUNDS = 100_000
 
 @dataclass(frozen=True)
 class Limits:
-    """reading: bytes/s. arithmetic: floating-point operations/s in the dtype. Each: best of its passes, and median."""
+    """reading: bytes/s. arithmetic: operations/s in the dtype, or of fixed-point numbers. Each: best of its passes, and
+    median.
+    """
 
     reading: tuple[float, float]
     arithmetic: tuple[float, float]
+    fixed_point: bool = False
 
     def note(self) -> str:
         read, reads = (rate / 1e9 for rate in self.reading)
         flops, most = (rate / 1e9 for rate in self.arithmetic)
         return (
             f"limits measured in this run on the same threads: memory is read at {reads:.1f} GB/s in the median pass "
-            f"over {PROBE_BYTES >> 20} MiB ({read:.1f} in the best), multiply-adds reach {most:.0f} GFLOP/s "
+            f"over {PROBE_BYTES >> 20} MiB ({read:.1f} in the best), "
+            f"{'products of 16-bit integers' if self.fixed_point else 'multiply-adds'} reach {most:.0f} G/s "
             f"({flops:.0f}). What is read fast depends on the pages that an allocation got, so weights can be read "
             "faster than this memory"
         )
 
 
-def measure_limits(dtype: str, seconds: float = 0.4) -> Limits | None:
-    """None where the native kernels are not built. seconds: for each of the two."""
+def measure_limits(dtype: str, seconds: float = 0.4, fixed_point: bool = False) -> Limits | None:
+    """None where the native kernels are not built. seconds: for each of the two. fixed_point: `EngineConfig`'s."""
     from octavo.kernels import cpu
 
     if cpu.why_unavailable():
         return None
     from octavo.kernels.cpu.loader import native
 
-    kind = {"float32": 0, "bfloat16": 1, "float16": 2}[dtype]
-    return Limits(native().read_rate(PROBE_BYTES, seconds), native().arithmetic_rate(kind, _ROUNDS, seconds))
+    kind = 3 if fixed_point else {"float32": 0, "bfloat16": 1, "float16": 2}[dtype]
+    reading = native().read_rate(PROBE_BYTES, seconds)
+    return Limits(reading, native().arithmetic_rate(kind, _ROUNDS, seconds), fixed_point)
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def limit_table(limits: Limits, work: StepWork, measured: Mapping[str, dict[str,
         Column("ms", "ms", fixed(2)),
         Column("gbs", "GB/s of weights", fixed(1)),
         Column("of_reading", "of the read limit", percent),
-        Column("gflops", "GFLOP/s", fixed(0)),
+        Column("gflops", "10⁹ operations/s", fixed(0)),
         Column("of_arithmetic", "of the arithmetic limit", percent),
     )
     return Table(f"share of the machine's limits ({work.weights / 1e6:.0f} MB of weights a step)", columns, rows)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report("profile", {**machine_facts(), **engine_facts(engine)})
     fill_kv(engine)
     config = engine.config
-    limits = measure_limits(config.dtype) if config.device == "cpu" else None
+    limits = measure_limits(config.dtype, fixed_point=bool(config.fixed_point)) if config.device == "cpu" else None
     work = StepWork.of(engine)
     measured: dict[str, dict[str, Any]] = {}
     with bar(len(cases) + 1, "profile") as tick:

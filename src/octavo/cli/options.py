@@ -25,6 +25,7 @@ ENGINE_SETTINGS = (
     "prefix_caching", "allocation", "hybrid_kv", "load_format", "model_impl", "enforce_eager", "attention_backend",
     "preemption", "swap_bytes", "copy_on_write", "record", "speculative", "lora", "max_loras", "max_preemptions",
     "max_queue", "skip_tokenizer_init", "engine_seed", "engine_debug", "overlap", "screen_head",
+    "fixed_point",
 )  # fmt: skip
 SAMPLING_PARAMETERS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -126,6 +127,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--screen-head",
         action=argparse.BooleanOptionalAction,
         help="greedy tokens by a small copy of the output head first (auto: on a CPU, a large head)",
+    )
+    group.add_argument(
+        "--fixed-point",
+        action=argparse.BooleanOptionalAction,
+        help="bfloat16 matrices as integers of 14 bits (auto: on a CPU with AVX2, where that is faster)",
     )
     group.add_argument("--record", metavar="FILE", help="write every decision to FILE, for `octavo replay`")
     group.add_argument(

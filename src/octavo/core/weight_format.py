@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from octavo.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128, 256)
+FIXED_SPAN = 128  # inputs that share a step (csrc/fixed_point.h)
 SCREENED_FROM = 1 << 24  # weights of an output head
 PURE = "pure"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """kind: int8, int4, gguf or fp8. group_size: inputs per scale; None where a scale serves a whole output.
+    """kind: int8, int4, gguf, fp8, or that of `FIXED`. group_size: inputs per scale; None: a scale serves an output.
 
     mixed: of a model, some matrices are to be int8 (`core/weight_recipe.py`). Of one matrix it says nothing.
     """
@@ -45,7 +46,11 @@ class WeightFormat:
         if self.group_size is None:
             return rows * (columns + 4)
         units, groups = -(-columns // 32), -(-columns // self.group_size)
-        return rows * (units * 16 + groups * 3)
+        return rows * (units * 64 + groups * 4 if self.kind == FIXED.kind else units * 16 + groups * 3)
+
+
+#: How the native CPU kernels may hold bfloat16 matrices of layers: nobody asks for it by name (docs/fixed-point.md).
+FIXED = WeightFormat("fixed", FIXED_SPAN)
 
 
 def worth_screening(rows: int, columns: int) -> bool:

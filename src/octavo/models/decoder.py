@@ -88,7 +88,7 @@ class Decoder:
             self._tables = [RotaryTable(rotary, spec.head_dim, self.device) for rotary in spec.rotaries]
             # Rounded to the activation dtype once, as the Gemma reference does.
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.activation_dtype, device=self.device)
-        self.weight_bytes = source.num_bytes
+        self.weight_bytes, self.fixed_point = source.num_bytes, source.fixed_point
         if not defer:
             self.finish_loading()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from octavo.core.weight_format import FIXED, WeightFormat
 from octavo.kernels.ops import Ops, SizedLinear, StoredRows
 from octavo.kernels.quantized_weights import JoinedLinear
 from octavo.models.names import is_float32, weight_shapes
@@ -23,7 +24,7 @@ from octavo.models.weight_size import matrix_formats
 class WeightSource:
     """weights: canonical name -> tensor of any float dtype. queue: of `ops`, or None: tensors are handed over at once.
 
-    num_bytes: of all that was taken so far, as it is kept.
+    num_bytes: of all that was taken so far, as it is kept. fixed_point: whether some of it became fixed-point numbers.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class WeightSource:
         self._weights, self._ops, self._queue = weights, ops, queue
         self._spec, self._dtype, self._device = spec, dtype, device
         self._formats = matrix_formats(spec, getattr(ops, "quantization", None))
+        self._layer_format: WeightFormat | None = getattr(ops, "layer_format", None)
         self._quantized = getattr(weights, "quantized", lambda name: None)
         self.num_bytes = 0
+        self.fixed_point = False
 
     def quantizes(self, name: str) -> bool:
         """Will its product hold less than the weight: given quantised, or quantised as it is taken?"""
@@ -69,7 +72,7 @@ class WeightSource:
             return self._ops.quantized_linear(quantized, offset)
         if quantized:  # some of them only
             return self._joined([[name] for name in names], offset)
-        runs = [list(run) for _, run in groupby(names, self._formats.get)]
+        runs = [list(run) for _, run in groupby(names, self._format_of)]
         return self._of_floats(names, offset) if len(runs) == 1 else self._joined(runs, offset)
 
     def _joined(self, runs: list[list[str]], offset: torch.Tensor | None) -> SizedLinear:
@@ -81,13 +84,18 @@ class WeightSource:
 
     def _of_floats(self, names: list[str], offset: torch.Tensor | None) -> SizedLinear:
         """Weights of one format, which are quantised now if they have one."""
-        form = self._formats.get(names[0])
+        form = self._format_of(names[0])
+        self.fixed_point |= form == FIXED
         if self._queue is None:
             tensors = [self.take(name, count=False) for name in names]
             return self._ops.linear(tensors[0] if len(tensors) == 1 else torch.cat(tensors), offset, form)
         rows = [self._rows(name) for name in names]
         linear: SizedLinear = self._ops.queued_linear(self._queue, rows, offset, form)  # type: ignore[attr-defined]
         return linear
+
+    def _format_of(self, name: str) -> WeightFormat | None:
+        """What one matrix becomes; None: it stays as it is."""
+        return self._formats.get(name) or (self._layer_format if name.startswith("layers.") else None)
 
     def _rows(self, name: str) -> StoredRows | torch.Tensor:
         """One matrix as it is stored, if the operations can unpack that, else as a tensor in its final dtype."""

@@ -223,7 +223,7 @@ def memory_of(ask: Ask) -> Memory:
         ask.shape, ask.dtype, device=ask.device, tokens=ask.max_num_batched_tokens, sequences=ask.max_num_seqs
     )
     runtime = RUNTIME_BYTES[ask.device] + rotary_bytes(ask)
-    weights = ask.weight_bytes + head_screen_bytes(ask)
+    weights = ask.weight_bytes + head_screen_bytes(ask) + fixed_point_bytes(ask)
     left = max(0, usable - weights - activations - runtime)
     num_blocks = left // _layout(ask).bytes_per_block
     kv = num_blocks * _layout(ask).bytes_per_block
@@ -233,8 +233,16 @@ def memory_of(ask: Ask) -> Memory:
 def head_screen_bytes(ask: Ask) -> int:
     """The copy of a large output head of floats that greedy tokens look at first, on a CPU."""
     rows, columns = ask.shape.vocab_size, ask.shape.hidden_size
-    floats = ask.quantization in (None, "auto") and ask.weights_follow_dtype
-    return screen_bytes(rows, columns) if ask.device == "cpu" and floats and worth_screening(rows, columns) else 0
+    return screen_bytes(rows, columns) if _floats_on_cpu(ask) and worth_screening(rows, columns) else 0
+
+
+def fixed_point_bytes(ask: Ask) -> int:
+    """The steps of bfloat16 weights that are kept as fixed-point numbers, as processors with AVX2 do."""
+    return ask.shape.fixed_point_bytes if _floats_on_cpu(ask) and ask.dtype == "bfloat16" else 0
+
+
+def _floats_on_cpu(ask: Ask) -> bool:
+    return ask.device == "cpu" and ask.quantization in (None, "auto") and ask.weights_follow_dtype
 
 
 def rotary_bytes(ask: Ask) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
-from octavo.core.weight_format import parse_weight_format
+from octavo.core.weight_format import FIXED, parse_weight_format
 from octavo.core.weight_recipe import formats_of
 from octavo.errors import ConfigError
 
@@ -103,6 +103,12 @@ class ModelShape:
                 raise ConfigError(f"quantization={quantization!r} needs a GGUF file; {self.name} is a name only")
             total += found
         return total
+
+    @property
+    def fixed_point_bytes(self) -> int:
+        """What the layers take more as fixed-point numbers than in bfloat16 (`EngineConfig.fixed_point`)."""
+        layers = [shape for name, shape in self._matrices().items() if name.startswith("layers.")]
+        return sum((FIXED.matrix_bytes(*shape) or 0) - 2 * shape[0] * shape[1] for shape in layers)
 
     def _matrices(self) -> dict[str, tuple[int, int]]:
         """The weights by the names of `models/names.py`."""

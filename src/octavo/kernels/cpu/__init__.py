@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.weight_format import FIXED
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +31,7 @@ __all__ = [
     "make_ops",
     "make_sampling",
     "supports",
+    "why_not_fixed_point",
     "why_unavailable",
 ]
 
@@ -60,10 +63,11 @@ def instruction_set() -> str:
     return "" if problem() else str(native().in_use())
 
 
-def make_ops(dtype: torch.dtype, quantization: WeightFormat | None = None) -> Ops:
+def make_ops(dtype: torch.dtype, quantization: WeightFormat | None = None, fixed_point: bool | None = None) -> Ops:
     """Dense operations for weights of `dtype` on a CPU: `NativeOps`, or `TorchOps` when the kernels are not built.
 
-    quantization: what the weights become.
+    quantization: what the weights become. fixed_point: as `EngineConfig.fixed_point`; True where it cannot be done is
+    as False (`why_not_fixed_point` says why).
     """
     from octavo.kernels.cpu.loader import problem
 
@@ -73,7 +77,26 @@ def make_ops(dtype: torch.dtype, quantization: WeightFormat | None = None) -> Op
         return TorchOps(quantization)
     from octavo.kernels.cpu.ops import NativeOps
 
-    return NativeOps(dtype, quantization)
+    layers = FIXED if not why_not_fixed_point(dtype, fixed_point) else None
+    return NativeOps(dtype, quantization, layers)
+
+
+def why_not_fixed_point(dtype: torch.dtype, asked: bool | None = None) -> str:
+    """Empty where `make_ops` keeps matrices of layers as fixed-point numbers; else why not.
+
+    Asked for, it can be done wherever the native kernels run; not asked for, it is where it is faster: with AVX2. Wider
+    vectors multiply floats as fast, and processors with AMX multiply bfloat16 itself.
+    """
+    from octavo.kernels.cpu.loader import problem
+
+    if asked is False:
+        return "as asked"
+    if str(dtype) != "torch.bfloat16":
+        return f"weights of {str(dtype).removeprefix('torch.')} would lose digits; it is for bfloat16"
+    if problem():
+        return "only the native CPU kernels can"
+    found = instruction_set()
+    return "" if asked or found == "avx2" else f"no faster than floats on {found}"
 
 
 def make_sampling(vocab_size: int) -> NativeSampling | None:

@@ -29,14 +29,22 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 class NativeOps:
-    """`Ops` in C++. weight_dtype: what the weights will be; activations are `activation_dtype` (float32)."""
+    """`Ops` in C++. weight_dtype: what the weights will be; activations are `activation_dtype` (float32).
+
+    layer_format: what matrices of layers become that are not quantised: `FIXED`, or None.
+    """
 
     name = "native"
 
-    def __init__(self, weight_dtype: torch.dtype = torch.float32, quantization: WeightFormat | None = None) -> None:
+    def __init__(
+        self,
+        weight_dtype: torch.dtype = torch.float32,
+        quantization: WeightFormat | None = None,
+        layer_format: WeightFormat | None = None,
+    ) -> None:
         if dtype_code(weight_dtype) is None:
             raise ConfigError(f"weights of {weight_dtype}: the native kernels take float32, bfloat16 or float16")
-        self.weight_dtype, self.quantization = weight_dtype, quantization
+        self.weight_dtype, self.quantization, self.layer_format = weight_dtype, quantization, layer_format
         self.activation_dtype = torch.float32
         self._native = native()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.core.weight_format import WeightFormat
+from octavo.core.weight_format import FIXED, FIXED_SPAN, WeightFormat
 from octavo.kernels.cpu.linear import LoadQueue, NativeLinear
 from octavo.kernels.cpu.loader import native
 from octavo.kernels.ops import StoredRows
@@ -61,6 +61,8 @@ def panels_of_format(format: WeightFormat, columns: int) -> Panels | None:
     """What rows of floats are quantised into; None for "gguf", which quantises nothing."""
     if format.kind == "int8":
         return Panels(8, WIDE, _whole(columns))
+    if format == FIXED:
+        return Panels(16, WIDE, FIXED_SPAN)
     if format.kind == "int4":
         assert format.group_size is not None
         return Panels(4, HALF_FINE, format.group_size)

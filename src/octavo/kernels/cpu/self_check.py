@@ -66,6 +66,20 @@ def _quantized(module: Any, generator: torch.Generator) -> dict[str, torch.Tenso
             x, out = _random(generator, rows, 64), torch.full((rows, 150), float("nan"))
             packed.run(x.data_ptr(), 0, 64, rows, out.data_ptr(), 0, 0)
             results[f"a product of {rows} rows with weights of {bits} bits and scales {scales}"] = out
+    return results | _fixed_point(module, generator)
+
+
+def _fixed_point(module: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Fixed-point weights of two spans, the second cut off; few rows and many."""
+    results = {}
+    weight = _random(generator, 150, 150)
+    packed, queue = module.PackedWeight(16, 2, 128, 150, 150), module.LoadQueue()
+    queue.add(packed, weight.data_ptr(), 0, 0, 150, False)
+    queue.run(False, 1.0)
+    for rows in (1, 7, 50):
+        x, out = _random(generator, rows, 150), torch.full((rows, 150), float("nan"))
+        packed.run(x.data_ptr(), 0, 150, rows, out.data_ptr(), 0, 0)
+        results[f"a product of {rows} rows with fixed-point weights"] = out
     return results
 
 
