@@ -45,23 +45,27 @@ int64_t multiply_adds(DType, int64_t rounds, float* result) {
 
 // The same of products of 16-bit integers, two to a lane, and the additions that fixed-point products need beside them.
 int64_t multiply_pairs(int64_t rounds, float* result) {
-  constexpr int kChains = 8;
-  veci chains[kChains];
-  for (int c = 0; c < kChains; ++c) chains[c] = splat_lanes(c);
-  const veci factor = splat_lanes(0x00030002);
-  veci from = splat_lanes((int32_t)*result);
-  for (int64_t r = 0; r < rounds; ++r) {
-    pin(from);  // so that the product is computed anew
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c) {
-      veci product = pair_products(from, factor);
-      pin(product);
-      add_to(chains[c], product);
+  constexpr int kRows = 4, kColumns = 2;
+  veci sums[kRows][kColumns], rows[kRows], columns[kColumns];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    rows[r] = splat_lanes(r + (int32_t)*result);
+#pragma GCC unroll 2
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = splat_lanes(0), columns[c] = splat_lanes(c);
+  }
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      pin(rows[r]);  // so that its products are computed anew
+#pragma GCC unroll 2
+      for (int c = 0; c < kColumns; ++c) add_to(sums[r][c], pair_products(rows[r], columns[c]));
     }
   }
-  for (int c = 1; c < kChains; ++c) chains[0] += chains[c];
-  for (int i = 0; i < kLanes; ++i) *result += (float)chains[0][i];
-  return rounds * kChains * kLanes * 4;
+  veci sum = splat_lanes(0);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) sum += sums[r][0] + sums[r][1];
+  for (int i = 0; i < kLanes; ++i) *result += (float)sum[i];
+  return rounds * kRows * kColumns * kLanes * 4;
 }
 
 }  // namespace
