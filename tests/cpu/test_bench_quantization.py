@@ -48,7 +48,7 @@ def test_weights(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (table,) = found["tables"].values()
     rows = {r["format"]: r for r in table}
     pure = ["int4:pure", "int4:64:pure", "int4:128:pure"]
-    assert list(rows) == ["float32", "bfloat16", "int8", "int4", "int4:128", *pure]
+    assert list(rows) == ["float32", "bfloat16", "fixed point", "int8", "int4", "int4:128", *pure]
     assert rows["float32"]["bits"] == 32 and rows["float32"]["change"] == 0
     # Fewer bits, fewer bytes, logits further off.
     for more, fewer in (("float32", "int8"), ("int8", "int4"), ("int4", "int4:pure"), ("int4:pure", pure[-1])):

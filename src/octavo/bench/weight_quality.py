@@ -25,16 +25,18 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class Weights:
-    """quantization, dtype: as an engine takes them."""
+    """quantization, dtype, fixed_point: as an engine takes them."""
 
     name: str
     quantization: str | None = None
     dtype: str = "float32"
+    fixed_point: bool = False
 
 
 FORMATS = (
     Weights("float32"),
     Weights("bfloat16", None, "bfloat16"),
+    Weights("fixed point", None, "bfloat16", fixed_point=True),
     Weights("gguf", "gguf"),
     Weights("int8", "int8"),
     Weights("int4", "int4"),
@@ -51,7 +53,7 @@ COLUMNS = (
     Column("change", "against float32", lambda x: f"{100 * x:+.2f} %"),
     Column("mean_cosine", "logit cosine, mean", fixed(5)),
     Column("worst_cosine", "worst", fixed(4)),
-    Column("divergence", "KL, nats", fixed(4)),
+    Column("divergence", "KL, nats", fixed(6)),
     Column("agreement", "same first token", percent),
 )
 
@@ -114,6 +116,9 @@ def load_weights(model: str, form: Weights, *, tokenizer: bool = False) -> Loade
     from octavo.models.load import load_model
 
     dtype = getattr(torch, form.dtype)
-    config = make_config(model=model, quantization=form.quantization, skip_tokenizer_init=not tokenizer)
-    ops = cpu.make_ops(dtype, parse_weight_format(form.quantization))
+    bare = {"skip_tokenizer_init": not tokenizer, "screen_head": False}  # the screen is no part of a format
+    config = make_config(model=model, quantization=form.quantization, **bare)
+    if form.fixed_point and (why := cpu.why_not_fixed_point(dtype, True)):
+        raise ConfigError(f"fixed_point=True: {why}")
+    ops = cpu.make_ops(dtype, parse_weight_format(form.quantization), form.fixed_point)
     return load_model(config, dtype=dtype, device="cpu", ops=ops)
