@@ -23,6 +23,7 @@
 #include <limits>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -81,46 +82,93 @@ class HeadScreen {
     if (!kernels->screen({memory_.data, bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
                           peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
       throw std::bad_alloc();
-    bool open[kScreenRows];
+    int64_t waiting[kScreenRows];  // panels that could still hold a row's largest output; kTooMany: no end of them
+    Best found[kScreenRows];
+    const auto row_at = [&](int64_t r) { return x + static_cast<uintptr_t>(r * ldx * element_size(type)); };
+    const auto raise_of = [&](int64_t r) {
+      return RaiseArgs{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
+                       sizes_.data(), errors_.data(), up(row_errors[r] + rounding_of() * row_sizes[r]),
+                       up(row_sizes[r] * (1 + rounding_of()))};
+    };
 #pragma omp parallel for schedule(dynamic, 1) if (m > 1)
     for (int64_t r = 0; r < m; ++r) {
-      Best best{};
-      open[r] = !settle(m, r, x + static_cast<uintptr_t>(r * ldx * element_size(type)), type, row_sizes[r],
-                        row_errors[r], best);
-      ids[r] = best.index, values[r] = best.value;
+      // Or is not a number.
+      const bool small = double{row_sizes[r]} * largest_ < 1e30;
+      waiting[r] = small ? settle(raise_of(r), row_at(r), type, found[r]) : kTooMany;
+    }
+    // The whole product serves all rows at once, at the price of all panels.
+    const bool whole = 4 * std::accumulate(waiting, waiting + m, int64_t{0}) > 3 * panels_;
+    bool open[kScreenRows];
+    for (int64_t r = 0; r < m; ++r) {
+      open[r] = waiting[r] && (whole || !settle_together(raise_of(r), row_at(r), type, waiting[r], found[r]));
+      ids[r] = found[r].index, values[r] = found[r].value;
     }
     const int64_t left = std::count(open, open + m, true);
     if (left) multiply_whole(x, type, ldx, m, open, left, ids, values);
     return left;
   }
 
-  // The largest output of row `r`, from the panels that could hold it; false: those are too many, or no memory is left.
-  bool settle(int64_t m, int64_t r, uintptr_t x, DType type, double size, double error, Best& best) {
-    if (!(size * largest_ < 1e30)) return false;  // or is not a number
-    // Rounding of the sums: of the copy's, a chain over half units of numbers up to |x| + |x'|, and of the product's,
-    // chains of at most 256 and one over those; where the product rounds its inputs, that too. 16: what is done with
-    // both.
+  // Rounding of the sums: of the copy's, a chain over half units of numbers up to |x| + |x'|, and of the product's,
+  // chains of at most 256 and one over those; where the product rounds its inputs, that too. 16: what is done with both.
+  double rounding_of() const {
     const int64_t k = head_.inputs();
     const double steps = static_cast<double>(4 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
-    const double rounding = steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
-    RaiseArgs raise{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
-                    sizes_.data(), errors_.data(), up(error + rounding * size), up(size * (1 + rounding))};
+    return steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
+  }
+
+  // The largest output of a row, from the panels that could hold it; returns 0. If those are too many for one thread:
+  // how many, with `best` that of one of them.
+  int64_t settle(const RaiseArgs& raise, uintptr_t x, DType type, Best& best) const {
     const int64_t first = kernels->raise_peaks(raise);
-    if (!exact(x, type, first, best)) return false;
-    const int64_t room = panels_ / 8 + 1;
-    std::vector<int32_t> found(static_cast<size_t>(room));
-    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), room);
-    if (count > room) return false;
+    if (!exact(x, type, first, best)) return kTooMany;
+    std::vector<int32_t> found(static_cast<size_t>(panels_ / kAlone + 1));
+    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), static_cast<int64_t>(found.size()));
+    if (count > static_cast<int64_t>(found.size())) return count;
     found.resize(static_cast<size_t>(count));
-    const auto ceiling = [&](int32_t p) { return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock]; };
-    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(a) > ceiling(b); });
+    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(raise, a) > ceiling(raise, b); });
     for (int32_t p : found) {
       if (p == first) continue;
-      if (ceiling(p) < bar(best)) break;
-      Best next;
-      if (!exact(x, type, p, next)) return false;
-      if (next.value > best.value || (next.value == best.value && next.index < best.index)) best = next;
+      if (ceiling(raise, p) < bar(best)) break;
+      if (!look_into(x, type, p, best)) return kTooMany;
     }
+    return 0;
+  }
+
+  // The rest of it, `count` panels, on all threads. False: no memory is left.
+  bool settle_together(const RaiseArgs& raise, uintptr_t x, DType type, int64_t count, Best& best) const {
+    std::vector<int32_t> found(static_cast<size_t>(count));
+    kernels->panels_above(raise, bar(best), found.data(), count);
+    bool fine = true;
+#pragma omp parallel
+    {
+      Best own = best;
+      bool own_fine = true;
+#pragma omp for schedule(static) nowait
+      for (int64_t i = 0; i < count; ++i) {
+        const int32_t p = found[static_cast<size_t>(i)];
+        if (own_fine && !(ceiling(raise, p) < bar(own))) own_fine = look_into(x, type, p, own);
+      }
+#pragma omp critical
+      {
+        fine = fine && own_fine;
+        if (before(own, best)) best = own;
+      }
+    }
+    return fine;
+  }
+
+  static float ceiling(const RaiseArgs& raise, int32_t p) {
+    return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock];
+  }
+  static bool before(const Best& a, const Best& b) {
+    return a.value > b.value || (a.value == b.value && a.index < b.index);
+  }
+
+  // best: that of a panel if it is better. False: no memory is left.
+  bool look_into(uintptr_t x, DType type, int64_t panel, Best& best) const {
+    Best next;
+    if (!exact(x, type, panel, next)) return false;
+    if (before(next, best)) best = next;
     return true;
   }
 
@@ -159,6 +207,9 @@ class HeadScreen {
     for (int64_t r = 0; r < m; ++r)
       if (open[r]) ids[r] = found[static_cast<size_t>(i)], values[r] = value[static_cast<size_t>(i++)];
   }
+
+  static constexpr int64_t kAlone = 64;  // one of so many panels are few enough for one thread
+  static constexpr int64_t kTooMany = int64_t{1} << 40;
 
   const PackedWeight& head_;
   const float* bias_;

@@ -3,7 +3,8 @@
 cd "$(dirname "$0")/.."
 kernel_tests="tests/cpu/test_native_attention.py tests/cpu/test_kv_quantized.py tests/cpu/test_native_ops.py
   tests/cpu/test_native_rotary_write.py tests/cpu/test_native_sampling.py tests/cpu/test_native_loading.py
-  tests/cpu/test_native_quantized.py tests/cpu/test_native_stack.py tests/cpu/test_native_screen.py"
+  tests/cpu/test_native_quantized.py tests/cpu/test_native_stack.py tests/cpu/test_native_screen.py
+  tests/cpu/test_native_fixed_point.py"
 
 # build_variant NAME CMAKE-OPTION...: the module in build/NAME, and around it a copy of the package, build/NAME/site, so
 # that the installed one stays untouched.

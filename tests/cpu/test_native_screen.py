@@ -100,6 +100,19 @@ def test_near_ties_and_ties() -> None:
 
 
 @pytest.mark.usefixtures("isa")
+def test_a_row_with_many_panels_is_looked_into_by_all_threads_and_many_such_rows_go_whole() -> None:
+    generator = torch.Generator().manual_seed(torch.seed() % 2**32)
+    base = torch.randn(1, 96, generator=generator)
+    weight = torch.randn(9600, 96, generator=generator) * 0.1
+    weight[3200:6400] = base * (1 + 1e-5 * torch.randn(3200, 1, generator=generator))  # a third of the panels
+    for count in (1, 2):
+        with threads(count):
+            assert both(weight, base) == 0
+            assert both(weight, torch.cat((base, -base, -3 * base, 2 * base))) == 0
+            assert both(weight, base * torch.rand(5, 1, generator=generator)) == 5
+
+
+@pytest.mark.usefixtures("isa")
 def test_rows_that_nothing_can_be_said_of_go_through_the_whole_product() -> None:
     weight = torch.randn(3000, 64)
     x = torch.randn(9, 64)

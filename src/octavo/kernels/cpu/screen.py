@@ -14,6 +14,7 @@ from typing import Any
 from octavo.kernels.cpu.loader import native
 
 FIRST_GAP, LONGEST_GAP = 32, 1024  # calls between two tries of the slower way, as long as it stays the slower one
+FAR = 1.5  # times as slow: not tried again soon
 WEIGHT = 0.25  # of the newest time in a mean
 
 
