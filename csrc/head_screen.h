@@ -83,7 +83,7 @@ class HeadScreen {
                           peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
       throw std::bad_alloc();
     int64_t waiting[kScreenRows];  // panels that could still hold a row's largest output; kTooMany: no end of them
-    Best found[kScreenRows];
+    Best found[kScreenRows] = {};
     const auto row_at = [&](int64_t r) { return x + static_cast<uintptr_t>(r * ldx * element_size(type)); };
     const auto raise_of = [&](int64_t r) {
       return RaiseArgs{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),

@@ -241,6 +241,7 @@ void many_bytes(const LinearArgs& a, const QuantizedFormat& f, const ByteRows& x
 // Products of codes of four to six bits with 8-bit inputs, for `quantized_tasks`.
 template <int Bits, Scales S>
 struct ByteProducts {
+  static constexpr int kStraightRows = 4;  // a unit's sums take more registers than those of words
   ByteRows x;
   void* prepare(const LinearArgs& a, const QuantizedFormat&) { return byte_rows<S == Scales::k_signed>(a, kCentre<Bits, S>, x); }
   template <int MR>

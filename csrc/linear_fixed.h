@@ -15,6 +15,7 @@
 
 namespace {
 
+constexpr int64_t kFixedStraight = 5;  // rows whose sums stay in registers while panels come from memory
 constexpr int64_t kFixedHeader = octavo::header_bytes(Scales::wide);
 constexpr int64_t kFixedSlice = kFixedHeader + kFixedSpan * kPanel * 2;  // bytes of a whole span of a panel
 
@@ -114,7 +115,7 @@ void many_fixed(const LinearArgs& a, const FixedRows& x, int64_t twin, const Fin
 
 // Panels of a run, for up to kFewRows rows.
 void few_fixed(const LinearArgs& a, const FixedRows& x, int64_t begin, int64_t end) {
-  for (int64_t p = begin; a.m > 5 && p < end; p += kRun)
+  for (int64_t p = begin; a.m > kFixedStraight && p < end; p += kRun)
     fixed_block(a, x, 0, a.m, {p, least(kRun, end - p), 0}, Plain());
   switch (a.m) {
     case 1: return straight_fixed<1, Fetch::near>(a, x, begin, end);

@@ -14,12 +14,12 @@
 namespace {
 
 #if defined(__AVX2__)
-constexpr int64_t kStraightRows = 4;
+constexpr bool kStraight = true;
 #else
-constexpr int64_t kStraightRows = 0;  // portable code is bound by arithmetic, so one form will do
+constexpr bool kStraight = false;  // portable code is bound by arithmetic, so one form will do
 #endif
 
-// Panels [begin, end) times all rows, of which there are at most kStraightRows.
+// Panels [begin, end) times all rows, of which there are at most Products::kStraightRows.
 template <class Products>
 void straight_range(const LinearArgs& a, const QuantizedFormat& f, const Products& by, int64_t begin, int64_t end) {
   for (int64_t p = begin; p < end; ++p) {
@@ -27,7 +27,8 @@ void straight_range(const LinearArgs& a, const QuantizedFormat& f, const Product
       case 1: by.template straight<1>(a, f, p); break;
       case 2: by.template straight<2>(a, f, p); break;
       case 3: by.template straight<3>(a, f, p); break;
-      default: by.template straight<4>(a, f, p);
+      case 4: by.template straight<4>(a, f, p); break;
+      default: by.template straight<Products::kStraightRows>(a, f, p);
     }
   }
 }
@@ -53,8 +54,8 @@ bool quantized_tasks(const LinearArgs& a, const QuantizedFormat& f) {
   for (int64_t i = 0; i < blocks * tasks; ++i) {
     const int64_t begin = i / blocks * task, end = least(panels, begin + task);
     const int64_t row = a.m * (i % blocks) / blocks, rows = a.m * (i % blocks + 1) / blocks - row;
-    if constexpr (kStraightRows > 0) {
-      if (a.m <= kStraightRows) {
+    if constexpr (kStraight) {
+      if (a.m <= Products::kStraightRows) {
         straight_range(a, f, by, begin, end);
         continue;
       }

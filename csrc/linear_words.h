@@ -24,7 +24,7 @@ OCTAVO_INLINE void pairs_from(const int16_t* x, const uint8_t* unit, veci (&acc)
   veci w[kParts];
 #pragma GCC unroll 2
   for (int v = 0; v < kParts; ++v) w[v] = pair_codes<P>(unit, v);
-#pragma GCC unroll 4
+#pragma GCC unroll 5
   for (int r = 0; r < MR; ++r) {
     const veci a = input_lanes(x + r * kSpan + 2 * P);
 #pragma GCC unroll 2
@@ -39,11 +39,11 @@ OCTAVO_INLINE void add_fold(const uint8_t* header, const float* sums, int64_t fo
 #pragma GCC unroll 2
   for (int v = 0; v < kParts; ++v) {
     const vec factor = factor_at<S>(header, 0, v);
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int r = 0; r < MR; ++r) part[r][v] = fma(factor, float_of(acc[r][v]), part[r][v]);
     if constexpr (kHasOffset<S>) {
       const vec offset = splat_wide(0) - offset_at<8, S>(header, 0, v);
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int r = 0; r < MR; ++r) part[r][v] = fma(offset, splat_wide(sums[r * folds]), part[r][v]);
     }
   }
@@ -201,6 +201,7 @@ void many_words(const LinearArgs& a, const QuantizedFormat& f, const IntegerRows
 // Products of codes of eight bits with 16-bit inputs, for `quantized_tasks`.
 template <Scales S>
 struct WordProducts {
+  static constexpr int kStraightRows = 5;
   IntegerRows x;
   void* prepare(const LinearArgs& a, const QuantizedFormat& f) { return integer_rows(a, f.group / kUnit, x); }
   template <int MR>
