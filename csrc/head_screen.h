@@ -82,6 +82,8 @@ class HeadScreen {
     if (!kernels->screen({memory_.data, bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
                           peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
       throw std::bad_alloc();
+    // Panels for one thread: with many rows each has others to go on with.
+    const int64_t alone = panels_ / (m > 2 * omp_get_max_threads() ? 8 : 64) + 1;
     int64_t waiting[kScreenRows];  // panels that could still hold a row's largest output; kTooMany: no end of them
     Best found[kScreenRows] = {};
     const auto row_at = [&](int64_t r) { return x + static_cast<uintptr_t>(r * ldx * element_size(type)); };
@@ -94,7 +96,7 @@ class HeadScreen {
     for (int64_t r = 0; r < m; ++r) {
       // Or is not a number.
       const bool small = double{row_sizes[r]} * largest_ < 1e30;
-      waiting[r] = small ? settle(raise_of(r), row_at(r), type, found[r]) : kTooMany;
+      waiting[r] = small ? settle(raise_of(r), row_at(r), type, alone, found[r]) : kTooMany;
     }
     // The whole product serves all rows at once, at the price of all panels.
     const bool whole = 4 * std::accumulate(waiting, waiting + m, int64_t{0}) > 3 * panels_;
@@ -116,16 +118,16 @@ class HeadScreen {
     return steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
   }
 
-  // The largest output of a row, from the panels that could hold it; returns 0. If those are too many for one thread:
-  // how many, with `best` that of one of them.
-  int64_t settle(const RaiseArgs& raise, uintptr_t x, DType type, Best& best) const {
+  // The largest output of a row, from the panels that could hold it; returns 0. If those are more than `alone`: how many,
+  // with `best` that of one of them.
+  int64_t settle(const RaiseArgs& raise, uintptr_t x, DType type, int64_t alone, Best& best) const {
     const int64_t first = kernels->raise_peaks(raise);
     if (!exact(x, type, first, best)) return kTooMany;
-    std::vector<int32_t> found(static_cast<size_t>(panels_ / kAlone + 1));
-    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), static_cast<int64_t>(found.size()));
-    if (count > static_cast<int64_t>(found.size())) return count;
+    std::vector<int32_t> found(static_cast<size_t>(alone));
+    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), alone);
+    if (count > alone) return count;
     found.resize(static_cast<size_t>(count));
-    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(raise, a) > ceiling(raise, b); });
+    highest_first(raise, found);
     for (int32_t p : found) {
       if (p == first) continue;
       if (ceiling(raise, p) < bar(best)) break;
@@ -138,12 +140,13 @@ class HeadScreen {
   bool settle_together(const RaiseArgs& raise, uintptr_t x, DType type, int64_t count, Best& best) const {
     std::vector<int32_t> found(static_cast<size_t>(count));
     kernels->panels_above(raise, bar(best), found.data(), count);
+    highest_first(raise, found);
     bool fine = true;
 #pragma omp parallel
     {
       Best own = best;
       bool own_fine = true;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static, 1) nowait
       for (int64_t i = 0; i < count; ++i) {
         const int32_t p = found[static_cast<size_t>(i)];
         if (own_fine && !(ceiling(raise, p) < bar(own))) own_fine = look_into(x, type, p, own);
@@ -157,6 +160,9 @@ class HeadScreen {
     return fine;
   }
 
+  static void highest_first(const RaiseArgs& raise, std::vector<int32_t>& found) {
+    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(raise, a) > ceiling(raise, b); });
+  }
   static float ceiling(const RaiseArgs& raise, int32_t p) {
     return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock];
   }
@@ -208,7 +214,6 @@ class HeadScreen {
       if (open[r]) ids[r] = found[static_cast<size_t>(i)], values[r] = value[static_cast<size_t>(i++)];
   }
 
-  static constexpr int64_t kAlone = 64;  // one of so many panels are few enough for one thread
   static constexpr int64_t kTooMany = int64_t{1} << 40;
 
   const PackedWeight& head_;

@@ -53,6 +53,7 @@ int64_t multiply_pairs(int64_t rounds, float* result) {
 #pragma GCC unroll 2
     for (int c = 0; c < kColumns; ++c) sums[r][c] = splat_lanes(0), columns[c] = splat_lanes(c);
   }
+  pin(columns[0]), pin(columns[1]);  // or products with them would be known
   for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
