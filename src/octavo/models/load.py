@@ -71,8 +71,8 @@ class LoadedModel:
 def pick_dtype(spec_dtype: str, device: str) -> torch.dtype:
     """`EngineConfig.dtype` -> torch dtype. auto: bfloat16 where the device multiplies it natively, else float32.
 
-    A CPU without bfloat16 arithmetic widens every weight, or with AVX2 multiplies integers (docs/fixed-point.md): faster,
-    and half the memory. auto keeps float32 there, whose text equals the reference's.
+    A CPU without bfloat16 arithmetic widens every weight, or with AVX2 multiplies integers (docs/fixed-point.md), which
+    is faster and takes half the memory. auto keeps float32 there, whose text equals the reference's.
     """
     if spec_dtype != "auto":
         return DTYPES[spec_dtype]
