@@ -23,31 +23,13 @@ constexpr int64_t kFixedSlice = kFixedHeader + kFixedSpan * kPanel * 2;  // byte
 template <int MR, Fetch F>
 OCTAVO_INLINE void fixed_tile(const FixedRows& x, int64_t row, int64_t span, const uint8_t* slice, int64_t inputs,
                               float* totals) {
-  constexpr int kStep = 4;  // pairs
-  constexpr int64_t kDistance = F == Fetch::near ? kAheadNear : kAheadFar;
   veci acc[MR][kParts];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kParts; ++v) acc[r][v] = (veci)splat_wide(0);
-  const int16_t* codes = x.at(row, span);
-  const uint8_t* words = slice + kFixedHeader;
-  if (F != Fetch::nothing) __builtin_prefetch(slice + kDistance, 0, 3);
-  for (const int16_t* end = codes + inputs; codes < end; codes += 2 * kStep) {
-#pragma GCC unroll 4
-    for (int p = 0; p < kStep; ++p, words += 4 * kPanel) {
-      if (F != Fetch::nothing) __builtin_prefetch(words + kDistance, 0, F == Fetch::near ? 3 : 2);
-      veci w[kParts];
-#pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) w[v] = lanes_at(words + v * 4 * kLanes), pin(w[v]);
-#pragma GCC unroll 12
-      for (int r = 0; r < MR; ++r) {
-        const veci a = input_lanes(codes + r * kFixedSpan + 2 * p);
-#pragma GCC unroll 2
-        for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
-      }
-    }
-  }
+  if (F != Fetch::nothing) __builtin_prefetch(slice + (F == Fetch::near ? kAheadNear : kAheadFar), 0, 3);
+  pair_tile<MR, kFixedSpan, F>(x.at(row, span), slice + kFixedHeader, inputs / 2, acc);
   const float* steps = x.steps + span * x.rows + row;
 #pragma GCC unroll 2
   for (int v = 0; v < kParts; ++v) {

@@ -123,25 +123,6 @@ void widen_words(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, i
   }
 }
 
-// `pairs` (a multiple of four) pairs of MR rows, from words of 16 outputs; sums start as they are.
-template <int MR>
-OCTAVO_INLINE void integer_tile(const int16_t* x, const int16_t* words, int64_t pairs, veci (&acc)[MR][kParts]) {
-  for (const int16_t* end = x + 2 * pairs; x < end; x += 8) {
-#pragma GCC unroll 4
-    for (int p = 0; p < 4; ++p, words += 2 * kPanel) {
-      veci w[kParts];
-#pragma GCC unroll 2
-      for (int v = 0; v < kParts; ++v) w[v] = lanes_at(words + v * 2 * kLanes), pin(w[v]);
-#pragma GCC unroll 12
-      for (int r = 0; r < MR; ++r) {
-        const veci a = input_lanes(x + r * kSpan + 2 * p);
-#pragma GCC unroll 2
-        for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
-      }
-    }
-  }
-}
-
 // `count` units of MR rows. `x` by value: as a reference it could alias the totals, and every store would mean loading
 // its pointers again.
 template <int MR, bool Offset>
@@ -159,7 +140,7 @@ void word_tile(const IntegerRows x, int64_t row, int64_t span, int64_t count, co
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < kParts; ++v) acc[r][v] = (veci)splat_wide(0);
-    integer_tile<MR>(codes, words, inputs / 2, acc);
+    pair_tile<MR, kSpan>(codes, words, inputs / 2, acc);
     codes += inputs, words += inputs * kPanel;
 #pragma GCC unroll 2
     for (int v = 0; v < kParts; ++v) {

@@ -2,6 +2,7 @@
 // becomes of the sums.
 #pragma once
 
+#include "integer_lanes.h"
 #include "linear.h"
 #include "quantized_panels.h"
 
@@ -42,6 +43,30 @@ OCTAVO_INLINE void in_tiles(int64_t rows, Tile tile) {
       case 11: tile(Height<11>{}, from); break;
       default: tile(Height<12>{}, from);
 #endif
+    }
+  }
+}
+
+// `pairs` (a multiple of four) pairs of MR rows, which lie Stride integers apart, times 16-bit words of 16 outputs, two
+// inputs side by side. Sums start as they are.
+template <int MR, int64_t Stride, Fetch F = Fetch::nothing>
+OCTAVO_INLINE void pair_tile(const int16_t* x, const void* words, int64_t pairs, veci (&acc)[MR][kParts]) {
+  constexpr int kStep = 4;  // pairs
+  constexpr int64_t kDistance = F == Fetch::near ? kAheadNear : kAheadFar;
+  const char* at = (const char*)words;
+  for (const int16_t* end = x + 2 * pairs; x < end; x += 2 * kStep) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kStep; ++p, at += 4 * kPanel) {
+      if (F != Fetch::nothing) __builtin_prefetch(at + kDistance, 0, F == Fetch::near ? 3 : 2);
+      veci w[kParts];
+#pragma GCC unroll 2
+      for (int v = 0; v < kParts; ++v) w[v] = lanes_at(at + v * 4 * kLanes), pin(w[v]);  // or each row loads them anew
+#pragma GCC unroll 12
+      for (int r = 0; r < MR; ++r) {
+        const veci a = input_lanes(x + r * Stride + 2 * p);
+#pragma GCC unroll 2
+        for (int v = 0; v < kParts; ++v) add_to(acc[r][v], pair_products(a, w[v]));
+      }
     }
   }
 }

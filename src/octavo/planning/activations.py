@@ -23,3 +23,9 @@ def activation_bytes(shape: ModelShape, dtype: str, *, device: str, tokens: int,
     logits, hidden = rows * shape.vocab_size * 4, tokens * shape.hidden_size * width
     # A GPU's sampler sorts into a second copy; on a CPU it works in place.
     return layer + hidden + logits if device == "cpu" else max(layer, hidden + 2 * logits)
+
+
+def rotary_bytes(shape: ModelShape, device: str, longest: int) -> int:
+    """cos and sin tables, float32, a pair for each kind of layer. On a CPU they grow as positions come."""
+    positions = shape.max_position_embeddings if device != "cpu" else min(longest, 4096)
+    return (len({w is None for w in shape.windows}) or 1) * 2 * positions * shape.head_dim * 4

@@ -17,9 +17,8 @@ from math import floor
 
 from octavo.core.kv_format import GROUP, check_kv_dtype
 from octavo.core.kv_layout import KVLayout, largest
-from octavo.core.weight_format import screen_bytes, worth_screening
 from octavo.errors import ConfigError
-from octavo.planning.activations import activation_bytes
+from octavo.planning.activations import activation_bytes, rotary_bytes
 from octavo.planning.shapes import ModelShape, dtype_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -222,8 +221,9 @@ def memory_of(ask: Ask) -> Memory:
     activations = activation_bytes(
         ask.shape, ask.dtype, device=ask.device, tokens=ask.max_num_batched_tokens, sequences=ask.max_num_seqs
     )
-    runtime = RUNTIME_BYTES[ask.device] + rotary_bytes(ask)
-    weights = ask.weight_bytes + head_screen_bytes(ask) + fixed_point_bytes(ask)
+    runtime = RUNTIME_BYTES[ask.device] + rotary_bytes(ask.shape, ask.device, ask.length_limit)
+    fixed_point = ask.shape.fixed_point_bytes if _floats_on_cpu(ask) and ask.dtype == "bfloat16" else 0
+    weights = ask.weight_bytes + head_screen_bytes(ask) + fixed_point
     left = max(0, usable - weights - activations - runtime)
     num_blocks = left // _layout(ask).bytes_per_block
     kv = num_blocks * _layout(ask).bytes_per_block
@@ -232,23 +232,11 @@ def memory_of(ask: Ask) -> Memory:
 
 def head_screen_bytes(ask: Ask) -> int:
     """The copy of a large output head of floats that greedy tokens look at first, on a CPU."""
-    rows, columns = ask.shape.vocab_size, ask.shape.hidden_size
-    return screen_bytes(rows, columns) if _floats_on_cpu(ask) and worth_screening(rows, columns) else 0
-
-
-def fixed_point_bytes(ask: Ask) -> int:
-    """The steps of bfloat16 weights that are kept as fixed-point numbers, as processors with AVX2 do."""
-    return ask.shape.fixed_point_bytes if _floats_on_cpu(ask) and ask.dtype == "bfloat16" else 0
+    return ask.shape.head_screen_bytes if _floats_on_cpu(ask) else 0
 
 
 def _floats_on_cpu(ask: Ask) -> bool:
     return ask.device == "cpu" and ask.quantization in (None, "auto") and ask.weights_follow_dtype
-
-
-def rotary_bytes(ask: Ask) -> int:
-    """cos and sin tables, float32, a pair for each kind of layer. On a CPU they grow as positions come."""
-    positions = ask.shape.max_position_embeddings if ask.device != "cpu" else min(ask.length_limit, 4096)
-    return (len({w is None for w in ask.shape.windows}) or 1) * 2 * positions * ask.shape.head_dim * 4
 
 
 def held(layout: KVLayout, position: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.kv_format import kv_bytes_per_token_layer
 from octavo.core.kv_layout import KVLayout, build_layout
-from octavo.core.weight_format import FIXED, parse_weight_format
+from octavo.core.weight_format import FIXED, parse_weight_format, screen_bytes, worth_screening
 from octavo.core.weight_recipe import formats_of
 from octavo.errors import ConfigError
 
@@ -103,6 +103,12 @@ class ModelShape:
                 raise ConfigError(f"quantization={quantization!r} needs a GGUF file; {self.name} is a name only")
             total += found
         return total
+
+    @property
+    def head_screen_bytes(self) -> int:
+        """The copy that screens an output head of floats, 0 for a small one (`EngineConfig.screen_head`)."""
+        rows, columns = self.vocab_size, self.hidden_size
+        return screen_bytes(rows, columns) if worth_screening(rows, columns) else 0
 
     @property
     def fixed_point_bytes(self) -> int:
