@@ -2,6 +2,8 @@
 // written for them run in tests anywhere. Eight tiles, each up to 16 rows of 64 bytes.
 #pragma once
 
+#include "simd.h"
+
 #include <cstdint>
 #include <cstring>
 
@@ -68,6 +70,18 @@ inline void multiply_tiles(int c, int a, int b) {
   }
 }
 
+// Fours of signed bytes.
+inline void multiply_byte_tiles(int c, int a, int b) {
+  for (int m = 0; m < tiles[c].rows; ++m) {
+    for (int n = 0; n < tiles[c].bytes / 4; ++n) {
+      int32_t sum;
+      memcpy(&sum, tiles[c].data[m] + 4 * n, 4);
+      for (int k = 0; k < tiles[a].bytes; ++k) sum += (int8_t)tiles[a].data[m][k] * (int8_t)tiles[b].data[k / 4][4 * n + k % 4];
+      memcpy(tiles[c].data[m] + 4 * n, &sum, 4);
+    }
+  }
+}
+
 #else
 
 inline void load_config(const TileConfig& c) {
@@ -81,7 +95,32 @@ inline void release_tiles() { _tile_release(); }
 #define load_tile(t, from, stride) _tile_loadd(t, from, stride)
 #define store_tile(t, to, stride) _tile_stored(t, to, stride)
 #define multiply_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
+#define multiply_byte_tiles(c, a, b) _tile_dpbssd(c, a, b)
 
 #endif
+
+constexpr int64_t kTileNumbers = 16 * 32;  // of bfloat16 in a tile: one KiB
+
+// A thread's tiles, for as long as it works: all of them 16 rows of 64 bytes.
+struct TileScope {
+  TileScope() {
+    TileConfig config;
+    for (int t = 0; t < 8; ++t) config.rows[t] = 16, config.bytes[t] = 64;
+    load_config(config);
+  }
+  ~TileScope() { release_tiles(); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+// 32 numbers rounded to bfloat16. The instruction makes subnormal numbers zeros, as products of tiles do.
+OCTAVO_INLINE void round32(const float* from, bf16* to) {
+#if defined(OCTAVO_EMULATE)
+  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
+#else
+  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+  memcpy(to, &both, sizeof both);
+#endif
+}
 
 }  // namespace

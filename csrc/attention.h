@@ -43,6 +43,13 @@ int64_t attend_typed(const AttentionArgs& a) {
   return bad;
 }
 
+// Enough to reuse a key tile often, few enough for the caches.
+int32_t query_rows(const AttentionArgs&) { return 48; }
+
+int64_t attention_work(const AttentionArgs& a) {
+  return a.halves[0].bits ? quantized_work_floats(a.max_rows, a.head_dim) : float_work_floats(a.max_rows, a.head_dim);
+}
+
 template <class T>
 int64_t attend_io(const AttentionArgs& a) {
   switch (a.io_type) {

@@ -35,6 +35,9 @@ Work carve(float* p, int64_t rows, int64_t d, int64_t tile) {
   return w;
 }
 
+// Floats of it, rounded up for alignment.
+inline int64_t float_work_floats(int64_t rows, int64_t d) { return rows * (3 * d + kTile + 5) + 2 * kTile * d + 16 * 10; }
+
 // What an item's query rows may see: row r is token first + r / group; keys [low(r), high(r)).
 struct View {
   int32_t first_position, group, window;

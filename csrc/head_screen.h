@@ -1,6 +1,6 @@
 // `HeadScreen`: the largest output of each row of a large product, without reading all of its weights.
 //
-// A second copy in six bits (screen_panels.h) says of every panel of 16 outputs how large they are at most: by Cauchy
+// A second copy in six or eight bits (screen_panels.h, screen_amx.h) says of every panel of 16 outputs how large they are at most: by Cauchy
 // and Schwarz, an output is no further from what the copy gives than |x| |w - w'| + |x - x'| |w'|, where x' and w' are
 // what the copy multiplies. The weights themselves are read only for panels that could hold the largest output.
 //
@@ -37,7 +37,7 @@ class HeadScreen {
     if (head.quantized()) throw std::invalid_argument("a screen of a quantised weight");
     const int64_t padded = (panels_ + kScreenBlock - 1) / kScreenBlock * kScreenBlock;
     sizes_.assign(static_cast<size_t>(padded), 0), errors_.assign(static_cast<size_t>(padded), 0);
-    bytes_ = static_cast<size_t>(panels_ * screen_panel_bytes(head.inputs()));
+    bytes_ = static_cast<size_t>(panels_ * made_by_.screen_panel_bytes(head.inputs()));
     memory_ = weight_memory(bytes_);
     {
       nb::gil_scoped_release release;
@@ -71,15 +71,15 @@ class HeadScreen {
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels_; ++p) {
       const size_t i = static_cast<size_t>(p);
-      kernels->screen_panel(
-          {head_.panel(p), head_.type(), k, memory_.data + p * screen_panel_bytes(k), &sizes_[i], &errors_[i]});
+      made_by_.screen_panel(
+          {head_.panel(p), head_.type(), k, memory_.data + p * made_by_.screen_panel_bytes(k), &sizes_[i], &errors_[i]});
     }
   }
 
   int64_t part(uintptr_t x, DType type, int64_t ldx, int64_t m, int64_t* ids, float* values) {
     peaks_.resize(sizes_.size() * static_cast<size_t>(m));
     float row_sizes[kScreenRows], row_errors[kScreenRows];
-    if (!kernels->screen({memory_.data, bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
+    if (!made_by_.screen({memory_.data, head_.type(), bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
                           peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
       throw std::bad_alloc();
     // Panels for one thread: with many rows each has others to go on with.
@@ -111,20 +111,20 @@ class HeadScreen {
   }
 
   // Rounding of the sums: of the copy's, a chain over half units of numbers up to |x| + |x'|, and of the product's,
-  // chains of at most 256 and one over those; where the product rounds its inputs, that too. 16: what is done with both.
+  // chains of at most 256 and one over those. 16: what is done with both.
   double rounding_of() const {
     const int64_t k = head_.inputs();
-    const double steps = static_cast<double>(4 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
-    return steps * 0x1p-24 + kernels->input_rounding(head_.type(), k);
+    const auto steps = static_cast<double>(4 * units_of(k) + std::min<int64_t>(k, 256) + k / 256 + 16);
+    return steps * 0x1p-24;
   }
 
   // The largest output of a row, from the panels that could hold it; returns 0. If those are more than `alone`: how many,
   // with `best` that of one of them.
   int64_t settle(const RaiseArgs& raise, uintptr_t x, DType type, int64_t alone, Best& best) const {
-    const int64_t first = kernels->raise_peaks(raise);
+    const int64_t first = made_by_.raise_peaks(raise);
     if (!exact(x, type, first, best)) return kTooMany;
     std::vector<int32_t> found(static_cast<size_t>(alone));
-    const int64_t count = kernels->panels_above(raise, bar(best), found.data(), alone);
+    const int64_t count = made_by_.panels_above(raise, bar(best), found.data(), alone);
     if (count > alone) return count;
     found.resize(static_cast<size_t>(count));
     highest_first(raise, found);
@@ -139,7 +139,7 @@ class HeadScreen {
   // The rest of it, `count` panels, on all threads. False: no memory is left.
   bool settle_together(const RaiseArgs& raise, uintptr_t x, DType type, int64_t count, Best& best) const {
     std::vector<int32_t> found(static_cast<size_t>(count));
-    kernels->panels_above(raise, bar(best), found.data(), count);
+    made_by_.panels_above(raise, bar(best), found.data(), count);
     highest_first(raise, found);
     bool fine = true;
 #pragma omp parallel
@@ -190,7 +190,7 @@ class HeadScreen {
     best = {-std::numeric_limits<float>::infinity(), -1};
     const int64_t first = panel * kPanel;
     const int64_t columns = std::min<int64_t>(kPanel, head_.outputs() - first);
-    if (!kernels->linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0,
+    if (!made_by_.linear({head_.panel(panel), head_.type(), bias_ ? bias_ + first : nullptr, at<const void>(x), type, 0,
                           nullptr, DType::f32, 0, 1, columns, head_.inputs(), false, &best}))
       return false;
     best.index = static_cast<int32_t>(std::max<int64_t>(best.index, 0) + first);
@@ -216,6 +216,7 @@ class HeadScreen {
 
   static constexpr int64_t kTooMany = int64_t{1} << 40;
 
+  const KernelTable& made_by_ = *kernels;  // who made the copy reads it
   const PackedWeight& head_;
   const float* bias_;
   int64_t panels_;

@@ -42,7 +42,9 @@ OCTAVO_INLINE void pin(veci& acc) {
 }
 
 OCTAVO_INLINE veci splat_lanes(int32_t x) {
-#if defined(OCTAVO_WIDE)
+#if defined(OCTAVO_WIDE) && defined(__AVX512F__)
+  return (veci)_mm512_set1_epi32(x);
+#elif defined(OCTAVO_WIDE)
   const i8 half = splat_int(x);
   union {
     i8 half[2];

@@ -146,7 +146,7 @@ struct AttentionArgs {
   const Merge* merges;
   int64_t num_merges;
   float* scratch;      // split states: slot * (head_dim + 2) floats from here
-  float* work;         // [threads, work_stride], see attention_work_floats
+  float* work;         // [threads, work_stride], see `attention_work`
   int64_t work_stride;
   int32_t max_rows;  // most query rows (tokens * heads per kv head) of an item
   int threads;
@@ -155,21 +155,6 @@ struct AttentionArgs {
 
 // Query rows rounded up to those of a matrix tile.
 inline constexpr int64_t whole_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
-
-// Working memory of one thread of `attend`, rounded up for alignment. On tiles, the last two summands hold keys, values
-// and queries in bfloat16.
-inline int64_t attention_work_floats(int64_t max_rows, int64_t head_dim) {
-  const int64_t rows = whole_rows(max_rows);
-  return rows * (3 * head_dim + kTile + 5) + 2 * kTile * head_dim + rows * head_dim / 2 + 16 * 10;
-}
-
-// The same of quantised attention; see `WorkQ`.
-inline constexpr int64_t kStagePad = 32;  // numbers between two widened rows
-inline int64_t quantized_work_floats(int64_t max_rows, int64_t head_dim) {
-  const int64_t common = max_rows * (3 * head_dim + kQuantizedTile + 5);
-  const int64_t levels = max_rows * (head_dim / 2 + kQuantizedTile / 2 + 8 + 2);
-  return common + levels + kQuantizedTile * (2 + 2 * groups_of(head_dim) + head_dim + kStagePad) + 16 * 18;
-}
 
 struct WriteArgs {
   void* kv;  // this layer's first byte in block 0
@@ -258,11 +243,9 @@ struct PackCodesArgs {
   void* panels;
 };
 
-// A head's screen (screen_panels.h): half units share a factor; peaks lie in blocks of panels, [blocks][rows][kScreenBlock].
-inline constexpr int kScreenHalf = 16, kScreenBlock = 16;
+// A head's screen (screen_panels.h, screen_amx.h): peaks lie in blocks of panels, [blocks][rows][kScreenBlock].
+inline constexpr int kScreenBlock = 16;
 inline constexpr int64_t kScreenRows = 96;  // most rows of one call
-inline constexpr int64_t kScreenHalfBytes = kPanel + 3 * 4 * kPanel;
-inline constexpr int64_t screen_panel_bytes(int64_t k) { return 4 * kPanel + 2 * units_of(k) * kScreenHalfBytes; }
 
 struct ScreenPanelArgs {
   const void* weights;  // a panel of floats
@@ -274,6 +257,7 @@ struct ScreenPanelArgs {
 
 struct ScreenArgs {
   const void* panels;
+  DType type;         // of the weights that the panels stand for
   const float* bias;  // [n] or null
   const void* x;      // [m, k], row stride ldx elements
   DType x_type;
@@ -298,11 +282,12 @@ struct KernelTable {
   void (*unpack_rows)(const void* panels, DType type, int64_t k, const int64_t* ids, int64_t count, void* out,
                       DType out_type);
   bool (*linear)(const LinearArgs&);            // false: out of memory
-  float (*input_rounding)(DType weight_type, int64_t k);  // how far `linear` may move an input, relative to it
   // y [m, n / 2] = activate(first half of the outputs) * second half. False, and nothing done: `linear` and `gate` then.
   bool (*gated_linear)(const LinearArgs&, Activation);
   bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
   bool (*gated_quantized)(const LinearArgs&, const QuantizedFormat&, Activation);  // as `gated_linear`
+  // Screens have a layout of their own on each instruction set, and take a row as `linear` takes it.
+  int64_t (*screen_panel_bytes)(int64_t k);
   void (*screen_panel)(const ScreenPanelArgs&);
   bool (*screen)(const ScreenArgs&);  // false: out of memory
   int64_t (*raise_peaks)(const RaiseArgs&);
@@ -310,7 +295,9 @@ struct KernelTable {
   void (*pack_codes)(const PackCodesArgs&);
   void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,
                        void* out, DType out_type);
-  int64_t (*attend)(const AttentionArgs&);      // -1: fine; else a row whose table holds a block outside the pool
+  int32_t (*query_rows)(const AttentionArgs&);      // rows that an item should have
+  int64_t (*attention_work)(const AttentionArgs&);  // floats of working memory for a thread, given max_rows
+  int64_t (*attend)(const AttentionArgs&);          // -1: fine; else a row whose table holds a block outside the pool
   void (*write)(const WriteArgs&);
   void (*norm)(const NormArgs&);
   void (*rotary)(const RotaryArgs&);

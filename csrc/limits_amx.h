@@ -8,9 +8,7 @@ namespace {
 
 int64_t multiply_adds_amx(DType type, int64_t rounds, float* result) {
   if (type != DType::bf16) return multiply_adds(type, rounds, result);
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = 16;
-  load_config(config);
+  const TileScope scope;
   alignas(64) float sums[16 * 16] = {*result};
   load_tile(4, sums, 64);  // as pairs of bfloat16: zeros, but for the first
   load_tile(5, sums, 64);
@@ -27,7 +25,6 @@ int64_t multiply_adds_amx(DType type, int64_t rounds, float* result) {
     multiply_tiles(3, 5, 7);
   }
   store_tile(3, sums, 64);
-  release_tiles();
   *result += sums[0];
   return rounds * 4 * 16 * 16 * 32 * 2;
 }

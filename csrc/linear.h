@@ -361,7 +361,4 @@ bool gated_linear(const LinearArgs& a, octavo::Activation kind) {
   });
 }
 
-// Inputs are multiplied as they are.
-inline float input_rounding(DType, int64_t) { return 0; }  // AMX has its own
-
 }  // namespace

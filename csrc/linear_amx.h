@@ -1,196 +1,309 @@
 // y = x W^T + b on the tiles of AMX, for bfloat16 weights whose input size is a multiple of 32; linear.h for the rest.
 //
-// x is rounded to bfloat16 once. A pair panel (kernels.h) is a run of B tiles as it lies: 16 pairs of inputs times 16
-// outputs are one KiB in a row. Registers: two A tiles of 16 rows, two B tiles, four sums; for up to 16 rows one A tile
-// and four panels, which then come from memory, so the tiles to come are asked for two steps ahead.
+// x is rounded to bfloat16 once, into tiles of 16 rows and 32 inputs that lie in a KiB each. A pair panel (kernels.h) is
+// a run of weight tiles as it lies: 16 pairs of inputs times 16 outputs. Up to kAmxColumn rows wait for memory: panels go
+// by one after the other, each times all rows. More rows wait for the tile unit: two tiles of rows times two panels share
+// four loads among four products.
 //
-// Invariant: every output is one sum, tile step by tile step in the order of the inputs, whatever the number of rows,
-// blocks or threads: a row alone and the same row among 512 have the same bits. (They differ from those of the other
-// instruction sets, which do not round x.)
+// Invariant: every output is one sum, tile step by tile step in the order of the inputs, whatever the number of rows or
+// threads: a row alone and the same row among 512 have the same bits. (They differ from those of the other instruction
+// sets, which do not round x.)
 #pragma once
 
 #include "amx.h"
 #include "linear.h"
+#include "wide_math.h"
 
 namespace {
 
-constexpr int64_t kStepInputs = 32;                      // inputs of a tile step
-constexpr int64_t kStepWeights = kStepInputs * kPanel;   // weights of a panel in it: one KiB
-constexpr int64_t kAmxRows = 128;                        // rows that pass a pair of panels in one go
+constexpr int64_t kStepInputs = 32;          // inputs of a tile step
+constexpr int64_t kAmxColumn = 64;           // most rows that a panel meets at once
+constexpr int64_t kAmxBlockBytes = 1 << 20;  // of rounded rows that pass a run of panels: they stay in the second-level cache
 
-struct AmxBlock {
+// Rounded rows, [blocks of 16][steps][16][32]; zeros below the last row.
+struct AmxRows {
   const LinearArgs* args;
-  const bf16* x;  // [rows, k], rows padded with zeros to whole tiles
-  int64_t row, rows;
+  bf16* tiles;
+  int64_t steps, blocks;
+  OCTAVO_INLINE const bf16* at(int64_t block) const { return tiles + block * steps * kTileNumbers; }
+  OCTAVO_INLINE const bf16* panel(int64_t p) const { return (const bf16*)args->weight + p * steps * kTileNumbers; }
 };
 
-OCTAVO_INLINE const bf16* panel_at(const LinearArgs& a, int64_t p) {
-  return (const bf16*)a.weight + p * panel_size<bf16>(a.k);
+OCTAVO_INLINE void round_step(const float* from, bf16* to) { round32(from, to); }
+OCTAVO_INLINE void round_step(const bf16* from, bf16* to) { memcpy(to, from, 64); }
+OCTAVO_INLINE void round_step(const f16* from, bf16* to) {
+  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
 }
 
-// Lines of the KiB at `p`, towards the second-level cache.
+template <class In>
+void round_rows(const AmxRows& x) {
+  const LinearArgs& a = *x.args;
+#pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)
+  for (int64_t b = 0; b < x.blocks; ++b) {
+    bf16* to = x.tiles + b * x.steps * kTileNumbers;
+    for (int64_t r = 0; r < 16; ++r) {
+      const In* from = (const In*)a.x + (b * 16 + r) * a.ldx;
+      for (int64_t s = 0; s < x.steps; ++s) {
+        if (b * 16 + r < a.m)
+          round_step(from + s * kStepInputs, to + s * kTileNumbers + r * kStepInputs);
+        else
+          memset(to + s * kTileNumbers + r * kStepInputs, 0, 64);
+      }
+    }
+  }
+}
+
+// ---- What is done with sums, [16 rows][16 outputs] each ---------------------------------------------------------------
+
+OCTAVO_INLINE vec biased(const LinearArgs& a, int64_t panel, vec sums) {
+  if (!a.bias) return sums;
+  return sums + join_halves(bias_at(a.bias, panel * kPanel, a.n), bias_at(a.bias, panel * kPanel + 8, a.n));
+}
+
+void put_sums(const LinearArgs& a, int64_t row, int64_t panel, const float* sums) {
+  const int64_t rows = least(16, a.m - row), column = panel * kPanel, columns = a.n - column;
+  if (a.best) {
+    octavo::Best* best = a.best + panel / octavo::panels_of_a_run(a.m, a.k, a.weight_type) * a.m + row;
+    for (int64_t r = 0; r < rows; ++r) {
+      const vec v = biased(a, panel, load_wide(sums + r * kPanel));
+      if (any_above_wide(v, best[r].value)) keep_best(best[r], column, columns, low_half(&v), high_half(&v));
+    }
+    return;
+  }
+  if (a.y_type == DType::f32 && columns >= kPanel) {
+    float* y = (float*)a.y + row * a.ldy + column;
+    for (int64_t r = 0; r < rows; ++r) store_wide(y + r * a.ldy, biased(a, panel, load_wide(sums + r * kPanel)));
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const vec v = biased(a, panel, load_wide(sums + r * kPanel));
+    put(a, row + r, column, low_half(&v), high_half(&v));
+  }
+}
+
+// up: of the panel `twin` panels on.
+void put_gated(const LinearArgs& a, octavo::Activation kind, int64_t row, int64_t panel, int64_t twin, const float* sums,
+               const float* up) {
+  const int64_t rows = least(16, a.m - row);
+  float* y = (float*)a.y + row * a.ldy + panel * kPanel;
+  for (int64_t r = 0; r < rows; ++r) {
+    const vec gate = activate_wide(biased(a, panel, load_wide(sums + r * kPanel)), kind);
+    store_wide(y + r * a.ldy, gate * biased(a, panel + twin, load_wide(up + r * kPanel)));
+  }
+}
+
+// ---- Few rows: memory sets the pace ------------------------------------------------------------------------------------
+
+// Lines of the KiB at `p`, towards the first-level cache.
 OCTAVO_INLINE void ask_step(const bf16* p) {
 #pragma GCC unroll 16
-  for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, 2);
+  for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, 3);
 }
 
-// `count` panels from `panel` on, sums in c: [rows][stride].
-void put_sums(const AmxBlock& b, int64_t first, int64_t rows, int64_t panel, int count, const float* c, int64_t stride) {
-  const LinearArgs& a = *b.args;
-  for (int p = 0; p < count; ++p) {
-    const int64_t column = (panel + p) * kPanel;
-    f8 low = splat(0), high = splat(0);
-    if (a.bias) low = bias_at(a.bias, column, a.n), high = bias_at(a.bias, column + 8, a.n);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* from = c + r * stride + p * kPanel;
-      const f8 l = a.bias ? load(from) + low : load(from), h = a.bias ? load(from + 8) + high : load(from + 8);
-      put(a, b.row + first + r, column, l, h);
+// All rows, in R tiles, times one panel: sums [R][16][16]. next: where the weights go on behind the panel.
+template <int R>
+OCTAVO_INLINE void column(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
+  constexpr int64_t kAheadSteps = 4;
+  zero_tile(0);
+  if (R > 1) zero_tile(1);
+  if (R > 2) zero_tile(2);
+  if (R > 3) zero_tile(3);
+  const bf16* rows = x.tiles;
+  const int64_t apart = x.steps * kTileNumbers;
+  for (int64_t s = 0; s < x.steps; ++s, rows += kTileNumbers) {
+    const int64_t then = s + kAheadSteps;
+    ask_step(then < x.steps ? w + then * kTileNumbers : next + (then - x.steps) * kTileNumbers);
+    load_tile(7, w + s * kTileNumbers, 64);
+    load_tile(4, rows, 64);
+    multiply_tiles(0, 4, 7);
+    if (R > 1) {
+      load_tile(5, rows + apart, 64);
+      multiply_tiles(1, 5, 7);
     }
+    if (R > 2) {
+      load_tile(6, rows + 2 * apart, 64);
+      multiply_tiles(2, 6, 7);
+    }
+    if (R > 3) {
+      load_tile(4, rows + 3 * apart, 64);
+      multiply_tiles(3, 4, 7);
+    }
+  }
+  store_tile(0, sums, 64);
+  if (R > 1) store_tile(1, sums + 256, 64);
+  if (R > 2) store_tile(2, sums + 512, 64);
+  if (R > 3) store_tile(3, sums + 768, 64);
+}
+
+OCTAVO_INLINE void column_of(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
+  switch (x.blocks) {
+    case 1: return column<1>(x, w, next, sums);
+    case 2: return column<2>(x, w, next, sums);
+    case 3: return column<3>(x, w, next, sums);
+    default: return column<4>(x, w, next, sums);
   }
 }
 
-// 32 rows times two panels. Fetch: the next two panels, meanwhile.
-template <bool Fetch>
-void amx_square(const AmxBlock& b, int64_t first, int64_t panel) {
-  const LinearArgs& a = *b.args;
-  alignas(64) float c[32 * 32];
-  const bf16 *x = b.x + first * a.k, *w = panel_at(a, panel), *w2 = panel_at(a, panel + 1);
-  const bf16 *next = panel_at(a, panel + 2), *next2 = panel_at(a, panel + 3);
-  const int64_t stride = a.k * 2;
+void few_amx(const AmxRows& x, int64_t begin, int64_t end) {
+  alignas(64) float sums[4 * 16 * kPanel];
+  for (int64_t p = begin; p < end; ++p) {
+    column_of(x, x.panel(p), x.panel(p + 1), sums);
+    for (int64_t b = 0; b < x.blocks; ++b) put_sums(*x.args, b * 16, p, sums + b * 256);
+  }
+}
+
+void few_gated(const AmxRows& x, int64_t begin, int64_t end, int64_t twin, octavo::Activation kind) {
+  alignas(64) float sums[4 * 16 * kPanel], up[4 * 16 * kPanel];
+  for (int64_t p = begin; p < end; ++p) {
+    column_of(x, x.panel(p), x.panel(p + twin), sums);
+    column_of(x, x.panel(p + twin), x.panel(p + 1), up);
+    for (int64_t b = 0; b < x.blocks; ++b) put_gated(*x.args, kind, b * 16, p, twin, sums + b * 256, up + b * 256);
+  }
+}
+
+// ---- Many rows: the tile unit sets the pace ------------------------------------------------------------------------------
+
+// Two panels, and those that come next, which are asked for meanwhile.
+struct PanelPair {
+  const bf16 *w, *w2, *next, *next2;
+};
+
+// Two tiles of rows, `block` on, times two panels: sums [2 rows][2 panels][16][16]. ahead: bytes of the panels to come
+// that others have asked for; lines: of each, to ask for at every step.
+OCTAVO_INLINE void square(const AmxRows& x, int64_t block, const PanelPair& pair, int64_t ahead, int64_t lines, float* sums) {
   zero_tile(0);
   zero_tile(1);
   zero_tile(2);
   zero_tile(3);
-  for (int64_t i = 0; i < a.k; i += kStepInputs) {
-    load_tile(4, x + i, stride);
-    load_tile(6, w + i * kPanel, 64);
+  const bf16 *rows = x.at(block), *rows2 = x.at(block + 1);
+  const char *next = (const char*)pair.next + ahead, *next2 = (const char*)pair.next2 + ahead;
+  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
+    load_tile(4, rows + i, 64);
+    load_tile(6, pair.w + i, 64);
     multiply_tiles(0, 4, 6);
-    load_tile(7, w2 + i * kPanel, 64);
+    load_tile(7, pair.w2 + i, 64);
     multiply_tiles(1, 4, 7);
-    load_tile(5, x + 16 * a.k + i, stride);
+    load_tile(5, rows2 + i, 64);
     multiply_tiles(2, 5, 6);
     multiply_tiles(3, 5, 7);
-    if (Fetch) ask_step(next + i * kPanel), ask_step(next2 + i * kPanel);
+    for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
+      __builtin_prefetch(next, 0, 2), __builtin_prefetch(next2, 0, 2);
   }
-  store_tile(0, c, 128);
-  store_tile(1, c + 16, 128);
-  store_tile(2, c + 16 * 32, 128);
-  store_tile(3, c + 16 * 32 + 16, 128);
-  put_sums(b, first, least(32, b.rows - first), panel, 2, c, 32);
+  store_tile(0, sums, 64);
+  store_tile(1, sums + 256, 64);
+  store_tile(2, sums + 512, 64);
+  store_tile(3, sums + 768, 64);
 }
 
-// 16 rows times four panels.
-void amx_wide(const AmxBlock& b, int64_t first, int64_t panel) {
-  const LinearArgs& a = *b.args;
-  alignas(64) float c[16 * 64];
-  const bf16 *x = b.x + first * a.k, *w[4];
-  for (int p = 0; p < 4; ++p) w[p] = panel_at(a, panel + p);
-  const int64_t ahead = 4 * panel_size<bf16>(a.k);  // the same place in the next four panels
+// The same of one tile of rows.
+OCTAVO_INLINE void half_square(const AmxRows& x, int64_t block, const PanelPair& pair, float* sums) {
   zero_tile(0);
   zero_tile(1);
-  zero_tile(2);
-  zero_tile(3);
-  for (int64_t i = 0; i < a.k; i += kStepInputs) {
-    const int64_t at = i * kPanel, then = i + 2 * kStepInputs;
-    const int64_t later = then < a.k ? then * kPanel : (then - a.k) * kPanel + ahead;
-    load_tile(4, x + i, a.k * 2);
-    for (int p = 0; p < 4; ++p) ask_step(w[p] + later);
-    load_tile(5, w[0] + at, 64);
-    multiply_tiles(0, 4, 5);
-    load_tile(6, w[1] + at, 64);
-    multiply_tiles(1, 4, 6);
-    load_tile(7, w[2] + at, 64);
-    multiply_tiles(2, 4, 7);
-    load_tile(5, w[3] + at, 64);
-    multiply_tiles(3, 4, 5);
+  const bf16* rows = x.at(block);
+  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
+    load_tile(4, rows + i, 64);
+    load_tile(6, pair.w + i, 64);
+    multiply_tiles(0, 4, 6);
+    load_tile(7, pair.w2 + i, 64);
+    multiply_tiles(1, 4, 7);
   }
-  store_tile(0, c, 256);
-  store_tile(1, c + 16, 256);
-  store_tile(2, c + 32, 256);
-  store_tile(3, c + 48, 256);
-  put_sums(b, first, least(16, b.rows - first), panel, 4, c, 64);
+  store_tile(0, sums, 64);
+  store_tile(1, sums + 256, 64);
 }
 
-// 16 rows times one panel.
-void amx_single(const AmxBlock& b, int64_t first, int64_t panel) {
-  const LinearArgs& a = *b.args;
-  alignas(64) float c[16 * 16];
-  const bf16 *x = b.x + first * a.k, *w = panel_at(a, panel);
-  zero_tile(0);
-  for (int64_t i = 0; i < a.k; i += kStepInputs) {
-    load_tile(4, x + i, a.k * 2);
-    load_tile(5, w + i * kPanel, 64);
-    multiply_tiles(0, 4, 5);
+// Blocks [first, last) of rows times two panels. finish(block, sums of the two).
+template <class Finish>
+void pair_of_panels(const AmxRows& x, int64_t first, int64_t last, const PanelPair& pair, const Finish& finish) {
+  alignas(64) float sums[4 * 256];
+  const int64_t squares = (last - first) / 2, lines = (15 + squares) / (squares + !squares);
+  int64_t ahead = 0;
+  for (; first + 2 <= last; first += 2, ahead += lines * 64 * x.steps) {
+    square(x, first, pair, ahead, ahead < x.steps * 1024 ? lines : 0, sums);
+    finish(first, sums), finish(first + 1, sums + 512);
   }
-  store_tile(0, c, 64);
-  put_sums(b, first, least(16, b.rows - first), panel, 1, c, 16);
+  if (first < last) half_square(x, first, pair, sums), finish(first, sums);
 }
 
-void amx_block(const AmxBlock& b, int64_t begin, int64_t end) {
-  int64_t p = begin;
-  if (b.rows <= 16) {
-    for (; p + 4 <= end; p += 4) amx_wide(b, 0, p);
-  } else {
-    for (; p + 2 <= end; p += 2) {
-      const bool more = p + 4 <= end;
-      int64_t r = 0;
-      for (; b.rows - r > 16; r += 32) more && r == 0 ? amx_square<true>(b, r, p) : amx_square<false>(b, r, p);
-      if (r < b.rows) amx_single(b, r, p), amx_single(b, r, p + 1);
-    }
-  }
-  for (; p < end; ++p)
-    for (int64_t r = 0; r < b.rows; r += 16) amx_single(b, r, p);
-}
-
-// x as bfloat16 [m rounded up to 32, k], zeros below.
-template <class In>
-void round_rows(const LinearArgs& a, int64_t padded, bf16* to) {
-#pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)
-  for (int64_t r = 0; r < padded; ++r) {
-    const In* from = (const In*)a.x + r * a.ldx;
-    if (r >= a.m) {
-      memset(to + r * a.k, 0, (size_t)a.k * 2);
-      continue;
-    }
-    for (int64_t i = 0; i < a.k; i += 8) store(to + r * a.k + i, load(from + i));
+void many_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  const LinearArgs& a = *x.args;
+  for (int64_t p = begin; p < end; p += 2) {
+    const bool two = p + 1 < end;
+    pair_of_panels(x, first, last, {x.panel(p), x.panel(two ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)},
+                   [&](int64_t block, const float* sums) {
+                     put_sums(a, block * 16, p, sums);
+                     if (two) put_sums(a, block * 16, p + 1, sums + 256);
+                   });
   }
 }
 
-bool linear_amx(const LinearArgs& a) {
-  if (a.weight_type != DType::bf16 || a.k % kStepInputs) return linear(a);
-  const int64_t padded = (a.m + 31) / 32 * 32;
-  bf16* x = (bf16*)aligned_alloc(64, (size_t)(padded * a.k) * 2);
-  if (!x) return false;
+void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t twin,
+                    octavo::Activation kind) {
+  for (int64_t p = begin; p < end; ++p) {
+    pair_of_panels(x, first, last, {x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)},
+                   [&](int64_t block, const float* sums) { put_gated(*x.args, kind, block * 16, p, twin, sums, sums + 256); });
+  }
+}
+
+// Calls run(rows) with the rounded rows of x. False: out of memory.
+template <class F>
+bool with_tiles(const LinearArgs& a, const F& run) {
+  AmxRows x = {&a, nullptr, a.k / kStepInputs, (a.m + 15) / 16};
+  x.tiles = (bf16*)aligned_alloc(64, (size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
+  if (!x.tiles) return false;
   switch (a.x_type) {
-    case DType::f32: round_rows<float>(a, padded, x); break;
-    case DType::bf16: round_rows<bf16>(a, padded, x); break;
-    case DType::f16: round_rows<f16>(a, padded, x); break;
+    case DType::f32: round_rows<float>(x); break;
+    case DType::bf16: round_rows<bf16>(x); break;
+    case DType::f16: round_rows<f16>(x); break;
   }
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
-  const int64_t blocks = (a.m + kAmxRows - 1) / kAmxRows, items = blocks * ((panels + run - 1) / run);
-#pragma omp parallel if (a.threaded && items > 1)
-  {
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) config.rows[t] = 16, config.bytes[t] = 64;
-    load_config(config);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < items; ++i) {
-      const int64_t begin = i / blocks * run, row = i % blocks * kAmxRows;
-      amx_block({&a, x + row * a.k, row, least(kAmxRows, a.m - row)}, begin, least(panels, begin + run));
-    }
-    release_tiles();
-  }
-  free(x);
+  run(x);
+  free(x.tiles);
   return true;
 }
 
-bool gated_linear_amx(const LinearArgs& a, octavo::Activation kind) {
-  return (a.weight_type != DType::bf16 || a.k % kStepInputs) && gated_linear(a, kind);
+// run(first block, last block, first panel, last panel) for blocks of rows times runs of `length` panels.
+template <class Run>
+void share_blocks(const AmxRows& x, int64_t panels, int64_t length, const Run& run) {
+  const int64_t fit = kAmxBlockBytes / (x.steps * 1024), room = fit < 2 ? 2 : fit;
+  const int64_t parts = (x.blocks + room - 1) / room, runs = (panels + length - 1) / length;
+  const int64_t height = ((x.blocks + parts - 1) / parts + 1) / 2 * 2;  // whole squares
+  share_out<TileScope>(parts * runs, x.args->threaded, [&](int64_t i) {
+    const int64_t begin = i / parts * length, first = i % parts * height;
+    if (first < x.blocks) run(first, least(x.blocks, first + height), begin, least(panels, begin + length));
+  });
 }
 
-// Inputs of bfloat16 products are rounded to bfloat16.
-float input_rounding_amx(DType weight_type, int64_t k) {
-  return weight_type != DType::bf16 || k % kStepInputs ? 0 : 0x1p-8f;
+// Whether inputs of products with weights of `type` are rounded to bfloat16.
+OCTAVO_INLINE bool rounds_inputs_amx(DType type, int64_t k) { return type == DType::bf16 && k % kStepInputs == 0; }
+
+bool linear_amx(const LinearArgs& a) {
+  if (!rounds_inputs_amx(a.weight_type, a.k)) return linear(a);
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, run = octavo::panels_of_a_run(a.m, a.k, a.weight_type);
+  return with_tiles(a, [&](const AmxRows& x) {
+    if (a.m <= kAmxColumn) {
+      share_out<TileScope>((panels + run - 1) / run, a.threaded,
+                           [&](int64_t i) { few_amx(x, i * run, least(panels, (i + 1) * run)); });
+    } else {
+      share_blocks(x, panels, run, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+        many_amx(x, first, last, begin, end);
+      });
+    }
+  });
+}
+
+bool gated_linear_amx(const LinearArgs& a, octavo::Activation kind) {
+  if (!rounds_inputs_amx(a.weight_type, a.k)) return gated_linear(a, kind);
+  if (a.n % (2 * kPanel) || a.y_type != DType::f32 || a.best) return false;
+  const int64_t twin = a.n / kPanel / 2;
+  return with_tiles(a, [&](const AmxRows& x) {
+    if (a.m <= kAmxColumn) {
+      share_out<TileScope>((twin + 3) / 4, a.threaded,
+                           [&](int64_t i) { few_gated(x, i * 4, least(twin, (i + 1) * 4), twin, kind); });
+    } else {
+      share_blocks(x, twin, 4, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+        many_gated_amx(x, first, last, begin, end, twin, kind);
+      });
+    }
+  });
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -41,8 +42,7 @@ class Attention {
   Attention(uintptr_t kv, int kv_type, int64_t num_blocks, int64_t layers, int32_t num_kv_heads, int32_t block_size,
             int32_t head_dim, int32_t num_heads, float scale, float softcap, const std::vector<int32_t>& windows,
             int key_bits, int value_bits)
-      : shape_{num_blocks, layers, num_kv_heads, block_size, head_dim},
-        planner_(num_heads / num_kv_heads, num_kv_heads, head_dim) {
+      : shape_{num_blocks, layers, num_kv_heads, block_size, head_dim} {
     base_ = at<char>(kv);
     args_.kv_type = static_cast<DType>(kv_type);
     args_.head_stride = static_cast<int64_t>(block_size) * head_dim;
@@ -55,9 +55,9 @@ class Attention {
     args_.block_size = block_size, args_.head_dim = head_dim;
     args_.num_heads = num_heads, args_.num_kv_heads = num_kv_heads;
     args_.scale = scale, args_.softcap = softcap;
-    args_.max_rows = planner_.max_rows();
-    const auto floats = key_bits ? quantized_work_floats : attention_work_floats;
-    args_.work_stride = (floats(args_.max_rows, head_dim) + 15) / 16 * 16;
+    planner_.emplace(num_heads / num_kv_heads, num_kv_heads, head_dim, made_for_.query_rows(args_));
+    args_.max_rows = planner_->max_rows();
+    args_.work_stride = (made_for_.attention_work(args_) + 15) / 16 * 16;
     for (int32_t w : windows) plans_.emplace_back().window = w;
   }
 
@@ -79,7 +79,7 @@ class Attention {
     threads_ = omp_get_max_threads();
     int64_t slots = 0;
     for (WindowPlan& p : plans_) {
-      planner_.fill(p, rows_, threads_);
+      planner_->fill(p, rows_, threads_);
       slots = std::max(slots, p.slots);
     }
     plan_tails(at<const int32_t>(wanted));
@@ -162,7 +162,7 @@ class Attention {
     a.merges = p.merges.data(), a.num_merges = static_cast<int64_t>(p.merges.size());
     a.scratch = scratch_.data(), a.work = aligned(work_.data());
     a.threads = p.worth_threads ? threads_ : 1;
-    const int64_t bad = kernels->attend(a);
+    const int64_t bad = made_for_.attend(a);
     if (bad >= 0)
       throw std::out_of_range("block table row " + std::to_string(bad) + " names a block outside the pool of " +
                               std::to_string(shape_.num_blocks) + " blocks within the keys it reads");
@@ -181,7 +181,7 @@ class Attention {
       for (int32_t i = row.query_len - wanted[r]; i < row.query_len; ++i) wanted_.push_back(row.query_start + i);
     }
     tail_plan_.window = plans_.at(static_cast<size_t>(places_.back().window)).window;
-    planner_.fill(tail_plan_, tails_, threads_);
+    planner_->fill(tail_plan_, tails_, threads_);
   }
   WriteArgs write_args(int64_t place, const int64_t* slots, const void* key, int64_t key_stride, const void* value,
                        int64_t value_stride, DType io_type) const {
@@ -233,7 +233,8 @@ class Attention {
   char* base_;
   int64_t layer_bytes_ = 0, block_bytes_ = 0;
   CacheShape shape_;
-  Planner planner_;
+  const KernelTable& made_for_ = *kernels;  // whose items and memory these are
+  std::optional<Planner> planner_;
   AttentionArgs args_{};
   std::vector<WindowPlan> plans_;
   std::vector<Row> rows_, tails_;

@@ -21,8 +21,9 @@ struct WindowPlan {
 
 class Planner {
  public:
-  Planner(int32_t group, int32_t num_kv_heads, int32_t head_dim)
-      : group_(group), heads_(num_kv_heads), head_dim_(head_dim), tokens_(std::max(1, kQueryRows / group)) {}
+  // rows: query rows of an item.
+  Planner(int32_t group, int32_t num_kv_heads, int32_t head_dim, int32_t rows)
+      : group_(group), heads_(num_kv_heads), head_dim_(head_dim), tokens_(std::max(1, rows / group)) {}
 
   int32_t max_rows() const { return tokens_ * group_; }
 
@@ -45,7 +46,6 @@ class Planner {
   }
 
  private:
-  static constexpr int kQueryRows = 48;  // enough to reuse a key tile often, few enough for the caches
   static constexpr int64_t kWorthThreads = 100000;
 
   struct Piece {

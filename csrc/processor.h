@@ -33,14 +33,15 @@ inline bool has_avx512() {
 #endif
 
 #if defined(OCTAVO_HAVE_AMX)
-// The processor has bfloat16 tiles, the system saves them (XCR0 bits 17 and 18), and this process may use them.
+// The processor has tiles of bfloat16 and of bytes, the system saves them (XCR0 bits 17 and 18), and this process may use them.
 inline bool has_amx() {
 #if defined(OCTAVO_EMULATE)
   return true;
 #else
   unsigned eax, ebx, ecx, edx;
-  if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if (!(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
+  if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16") ||
+      !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if (!(edx >> 22 & 1) || !(edx >> 24 & 1) || !(edx >> 25 & 1)) return false;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false;  // OSXSAVE
   unsigned low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

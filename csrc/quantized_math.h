@@ -10,7 +10,6 @@
 namespace {
 
 using octavo::kQuantizedTile;
-using octavo::kStagePad;
 
 constexpr float kLevels = 32767.0f;  // of queries, and of softmax weights against int8 values
 // Against int4 values, which are up to 8 * 127 as integers: a tile of them times as many levels still fits 32 bits.
@@ -19,7 +18,15 @@ static_assert(1016.0 * kFewerLevels * kQuantizedTile < 2147483648.0 && 127.0 * k
 constexpr int kLevelStride = kQuantizedTile + 16;  // of rows of weights; those past the end are zero
 constexpr int kTogether = 4;  // rows whose softmax is taken in step
 
-// A thread's working memory for R query rows; see `quantized_work_floats`.
+constexpr int64_t kStagePad = 32;  // numbers between two widened rows
+
+// Floats of a `WorkQ`, rounded up for alignment.
+inline int64_t quantized_work_floats(int64_t rows, int64_t d) {
+  const int64_t common = rows * (3 * d + kQuantizedTile + 5), levels = rows * (d / 2 + kQuantizedTile / 2 + 8 + 2);
+  return common + levels + kQuantizedTile * (2 + 2 * octavo::groups_of(d) + d + kStagePad) + 16 * 18;
+}
+
+// A thread's working memory for R query rows.
 struct WorkQ {
   Work w;
   int16_t *query, *weights;           // [R, d], [R, kLevelStride]

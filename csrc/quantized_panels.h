@@ -225,7 +225,7 @@ OCTAVO_INLINE f8 eight_bytes(const uint8_t* p) {
 #endif
 }
 #if defined(OCTAVO_WIDE)
-OCTAVO_INLINE vec bytes_at(const uint8_t* p, int) { return Halves{.half = {eight_bytes(p), eight_bytes(p + 8)}}.whole; }
+OCTAVO_INLINE vec bytes_at(const uint8_t* p, int) { return join_halves(eight_bytes(p), eight_bytes(p + 8)); }
 #else
 OCTAVO_INLINE vec bytes_at(const uint8_t* p, int v) { return eight_bytes(p + 8 * v); }
 #endif

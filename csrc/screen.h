@@ -14,9 +14,6 @@
 
 namespace {
 
-using octavo::kScreenBlock;
-using octavo::ScreenArgs;
-
 constexpr int64_t kScreenStraight = 4;  // rows whose sums stay in registers
 constexpr int64_t kScreenRows = octavo::kScreenRows;
 
@@ -52,7 +49,7 @@ OCTAVO_INLINE void unpack_half(const uint8_t* half, veci (&w)[kParts][4], veci (
 
 // The largest of a panel's outputs of one row, [16] sums.
 OCTAVO_INLINE float peak_of(const ScreenArgs& a, int64_t panel, const float* totals) {
-  const float* scales = (const float*)((const uint8_t*)a.panels + panel * octavo::screen_panel_bytes(a.k));
+  const float* scales = (const float*)((const uint8_t*)a.panels + panel * screen_panel_bytes(a.k));
   f8 low = load(totals) * load(scales), high = load(totals + 8) * load(scales + 8);
   const int64_t column = panel * kPanel, columns = a.n - column;
   if (a.bias) low = low + bias_at(a.bias, column, a.n), high = high + bias_at(a.bias, column + 8, a.n);
@@ -65,17 +62,13 @@ OCTAVO_INLINE float peak_of(const ScreenArgs& a, int64_t panel, const float* tot
   return best;
 }
 
-OCTAVO_INLINE float& peak_at(const ScreenArgs& a, int64_t row, int64_t panel) {
-  return a.peaks[(panel / kScreenBlock * a.m + row) * kScreenBlock + panel % kScreenBlock];
-}
-
 // One panel times MR rows, which are all there are.
 template <int MR>
 void screen_straight(const ScreenArgs& a, const ByteRows& x, int64_t panel) {
   vec total[MR][kParts];
   for (int r = 0; r < MR; ++r)
     for (int v = 0; v < kParts; ++v) total[r][v] = splat_wide(0);
-  const uint8_t* at = (const uint8_t*)a.panels + panel * octavo::screen_panel_bytes(a.k) + 4 * kPanel;
+  const uint8_t* at = (const uint8_t*)a.panels + panel * screen_panel_bytes(a.k) + 4 * kPanel;
   for (int64_t span = 0, left = x.units; span < x.spans; ++span, left -= kUnitsOfRecord) {
     const ByteSpan* codes = x.at(0, span);
     for (int64_t u = 0; u < least(kUnitsOfRecord, left); ++u) {
@@ -111,7 +104,7 @@ OCTAVO_INLINE void add_half_to(const ByteSpan* x, int64_t u, int h, const veci (
 void screen_many(const ScreenArgs& a, const ByteRows& x, int64_t panel) {
   alignas(64) float totals[kScreenRows * kPanel];
   memset(totals, 0, (size_t)a.m * kPanel * sizeof(float));
-  const uint8_t* at = (const uint8_t*)a.panels + panel * octavo::screen_panel_bytes(a.k) + 4 * kPanel;
+  const uint8_t* at = (const uint8_t*)a.panels + panel * screen_panel_bytes(a.k) + 4 * kPanel;
   for (int64_t span = 0, left = x.units; span < x.spans; ++span, left -= kUnitsOfRecord) {
     const ByteSpan* codes = x.at(0, span);
     for (int64_t i = 0; i < 2 * least(kUnitsOfRecord, left); ++i, at += kScreenHalfBytes) {
@@ -182,42 +175,6 @@ bool screen(const ScreenArgs& a) {
   }
   free(memory);
   return true;
-}
-
-// Peaks of a row become ceilings: none of the panel's outputs is above. Returns the panel of the highest peak.
-int64_t raise_peaks(const octavo::RaiseArgs& a) {
-  f8 best = splat(-__builtin_inff());
-  i8 where = splat_int(0);
-  for (int64_t p = 0; p < a.panels; p += 8) {
-    float* at = a.peaks + p / kScreenBlock * a.stride + p % kScreenBlock;
-    const f8 peak = load(at);
-    const i8 higher = peak > best;
-    best = select(higher, peak, best);
-    where = (higher & (lanes() + splat_int((int32_t)p))) | (~higher & where);
-    store(at, fma(load(a.errors + p), splat(a.by_error), fma(load(a.sizes + p), splat(a.by_size), peak)));
-  }
-  int lane = 0;
-  for (int i = 1; i < 8; ++i) lane = best[i] > best[lane] ? i : lane;
-  return where[lane];
-}
-
-// The panels of a row whose ceiling is not below `least_value`, as far as there is room; returns how many there are.
-int64_t panels_above(const octavo::RaiseArgs& a, float least_value, int32_t* found, int64_t room) {
-  int64_t count = 0;
-  const f8 bar = splat(least_value);
-  for (int64_t p = 0; p < a.panels; p += 8) {
-    const f8 ceilings = load(a.peaks + p / kScreenBlock * a.stride + p % kScreenBlock);
-    const i8 below = ceilings < bar;
-#if defined(__AVX2__)
-    if (_mm256_movemask_ps((__m256)below) == 0xFF) continue;
-#endif
-    for (int i = 0; i < 8; ++i) {
-      if (below[i] || p + i >= a.panels) continue;
-      if (count < room) found[count] = (int32_t)(p + i);
-      ++count;
-    }
-  }
-  return count;
 }
 
 }  // namespace

@@ -12,33 +12,20 @@
 #include "kernels.h"
 #include "panels.h"
 #include "quantized_panels.h"
+#include "screen_peaks.h"
 #include "simd.h"
 
 #include <math.h>
 
 namespace {
 
-using octavo::kScreenHalf;
-using octavo::kScreenHalfBytes;
+constexpr int kScreenHalf = 16;  // inputs that share a factor
+constexpr int64_t kScreenHalfBytes = kPanel + 3 * 4 * kPanel;
+int64_t screen_panel_bytes(int64_t k) { return 4 * kPanel + 2 * octavo::units_of(k) * kScreenHalfBytes; }
 
 constexpr int kScreenMiddle = 32, kScreenMost = 31;  // of the codes; of their distance from it
 
-// Input `i` of outputs 8v to 8v + 7 of a panel of floats.
-OCTAVO_INLINE f8 input_of(const float* panel, int64_t i, int v) { return load(panel + i * kPanel + 8 * v); }
-OCTAVO_INLINE f8 input_of(const f16* panel, int64_t i, int v) { return load(panel + i * kPanel + 8 * v); }
-OCTAVO_INLINE f8 input_of(const bf16* panel, int64_t i, int v) {
-  i8 pairs;
-  memcpy(&pairs, panel + (i / 2 * kPanel + 8 * v) * 2, sizeof pairs);
-  return as_float(i % 2 ? pairs & splat_int((int32_t)0xFFFF0000) : pairs << 16);
-}
-
-OCTAVO_INLINE f8 magnitude(f8 x) { return as_float(as_int(x) & splat_int(0x7FFFFFFF)); }
 OCTAVO_INLINE i8 fours_of(const i8* c) { return c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24; }
-
-// Squares of what is stored of eight outputs, and of what that leaves over.
-struct ScreenSquares {
-  f8 stored, over;
-};
 
 // Sixteen inputs of outputs 8v to 8v + 7 into a half unit, in multiples of their scales.
 OCTAVO_INLINE void put_half(const f8 (&x)[kScreenHalf], f8 scale, uint8_t* half, int v, ScreenSquares& squares) {

@@ -16,9 +16,13 @@ struct alignas(64) Share {
   int64_t next, end;
 };
 
-template <class F>
+struct NoScope {};
+
+// Scope: what a thread holds while it works.
+template <class Scope = NoScope, class F>
 void share_out(int64_t items, bool threaded, F run) {
   if (!threaded || items < 2) {
+    [[maybe_unused]] const Scope scope;
     for (int64_t i = 0; i < items; ++i) run(i);
     return;
   }
@@ -26,12 +30,15 @@ void share_out(int64_t items, bool threaded, F run) {
   Share shares[kMostShares];
   for (int s = 0; s < count; ++s) shares[s] = {items * s / count, items * (s + 1) / count};
 #pragma omp parallel
-  for (int s = 0; s < count; ++s) {
-    Share& share = shares[(omp_get_thread_num() + s) % count];
-    for (;;) {
-      const int64_t i = __atomic_fetch_add(&share.next, 1, __ATOMIC_RELAXED);
-      if (i >= share.end) break;
-      run(i);
+  {
+    [[maybe_unused]] const Scope scope;
+    for (int s = 0; s < count; ++s) {
+      Share& share = shares[(omp_get_thread_num() + s) % count];
+      for (;;) {
+        const int64_t i = __atomic_fetch_add(&share.next, 1, __ATOMIC_RELAXED);
+        if (i >= share.end) break;
+        run(i);
+      }
     }
   }
 }

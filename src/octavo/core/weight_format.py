@@ -58,9 +58,11 @@ def worth_screening(rows: int, columns: int) -> bool:
     return rows * columns >= SCREENED_FROM
 
 
-def screen_bytes(rows: int, columns: int) -> int:
-    """Bytes of the copy in six bits that screens an output head [rows, columns] (csrc/screen_panels.h)."""
-    return -(-rows // 16) * (64 + -(-columns // 32) * 2 * 208)
+def screen_bytes(rows: int, columns: int, *, on_tiles: bool) -> int:
+    """Bytes of the copy that screens an output head [rows, columns]: in eight bits for the tiles of AMX
+    (csrc/screen_amx.h), else in six (csrc/screen_panels.h)."""
+    panel = -(-columns // 128) * 128 * 16 if on_tiles else -(-columns // 32) * 2 * 208
+    return -(-rows // 16) * (64 + panel)
 
 
 def parse_weight_format(text: str | None) -> WeightFormat | None:

@@ -86,8 +86,10 @@ class NativeLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight, and of its screen, which comes into being with use."""
-        screen = 0 if self._screen is None else screen_bytes(self.out_features, self.in_features)
-        return int(self._packed.bytes) + screen
+        if self._screen is None:
+            return int(self._packed.bytes)
+        tiles = native().in_use() == "amx"
+        return int(self._packed.bytes) + screen_bytes(self.out_features, self.in_features, on_tiles=tiles)
 
     @property
     def native_parts(self) -> tuple[Any, int]:

@@ -1,0 +1,247 @@
+// The arithmetic of attention on the tiles of AMX, for up to 32 query rows against a segment of 256 keys: scores, softmax
+// weights, weighted values. It knows pointers to runs of keys, not blocks or sequences; attention_amx.h for those.
+//
+// Scores come out transposed, keys x queries, so that keys go in as they lie in a block; values are copied once for all
+// rows, the two keys of a pair side by side. The softmax of a row sees the whole segment at once: nothing has to be scaled
+// again on the way, and weighted values are summed in tile registers from the first key to the last. Queries and weights
+// are rounded to bfloat16, as the inputs of tiles are.
+//
+// Invariant: a row's sums run over absolute steps of 32 keys in one order, and a key that it does not see has weight zero;
+// so its bits depend on its own tokens only.
+#pragma once
+
+#include "amx.h"
+#include "attention_math.h"
+#include "kernels.h"
+#include "wide_math.h"
+
+namespace {
+
+using octavo::AttentionArgs;
+using octavo::kSegment;
+
+constexpr int kTileRows = 16, kMostRows = 32;  // rows of a tile; rows that pass a segment together
+constexpr int kStepKeys = 32, kSteps = kSegment / kStepKeys;  // keys of a step of weighted values
+constexpr int kRunKeys = 16, kRuns = kSegment / kRunKeys;     // keys of a tile of them
+
+// What a thread needs, cut from its working memory; sizes in `amx_work_floats`.
+struct TileWork {
+  float *total, *total_max, *total_sum;  // [rows, d], [rows], [rows]: the segments before
+  float* acc;                            // [32, d]: of the segment at hand, in the order of `pair_values`
+  float *max, *sum;                      // [32]
+  float* scores;                         // [32, 256]
+  bf16* weights;                         // [2][8 steps][16 rows][32 keys]
+  bf16* query;                           // [rows / 16][d / 32][16 pairs of inputs][16 rows][2]
+  bf16* values;                          // [8 steps][d / 16][16 pairs of keys][16 columns][2]
+  bf16* keys;                            // [256, d], for runs of keys that do not lie in one piece
+};
+
+// ---- Moving numbers ------------------------------------------------------------------------------------------------------
+
+// to[c][r] = from[r][c] for 16 x 16 floats.
+OCTAVO_INLINE void transpose16(const float* from, float* to, int64_t to_stride) {
+#if defined(__AVX512F__)
+  __m512 v[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) v[i] = _mm512_load_ps(from + 16 * i);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44), v[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xEE);
+    v[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44), v[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // column 4q + i of rows 4g to 4g + 3 is quarter q of v[4g + i]
+    t[i] = _mm512_shuffle_f32x4(v[i], v[4 + i], 0x88), t[4 + i] = _mm512_shuffle_f32x4(v[i], v[4 + i], 0xDD);
+    t[8 + i] = _mm512_shuffle_f32x4(v[8 + i], v[12 + i], 0x88), t[12 + i] = _mm512_shuffle_f32x4(v[8 + i], v[12 + i], 0xDD);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_ps(to + i * to_stride, _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88));
+    _mm512_storeu_ps(to + (8 + i) * to_stride, _mm512_shuffle_f32x4(t[i], t[8 + i], 0xDD));
+    _mm512_storeu_ps(to + (4 + i) * to_stride, _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88));
+    _mm512_storeu_ps(to + (12 + i) * to_stride, _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xDD));
+  }
+#else
+  for (int r = 0; r < 16; ++r)
+    for (int c = 0; c < 16; ++c) to[c * to_stride + r] = from[16 * r + c];
+#endif
+}
+
+// Values of two keys (null: zeros) as pairs: of 32 columns, 0-3, 8-11, 16-19, 24-27 go to one tile, the others to the next:
+// the order in which they come apart. [d / 16] tiles, of which `to` is the pair's row in the first.
+OCTAVO_INLINE void pair_values(const bf16* even, const bf16* odd, int d, bf16* to) {
+  for (int j = 0; j < d; j += 32, to += 2 * kTileNumbers) {
+#if defined(__AVX512BW__)
+    const __m512i none = _mm512_setzero_si512();
+    const __m512i e = even ? _mm512_loadu_si512(even + j) : none, o = odd ? _mm512_loadu_si512(odd + j) : none;
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(e, o));
+    _mm512_store_si512(to + kTileNumbers, _mm512_unpackhi_epi16(e, o));
+#else
+    for (int c = 0; c < 32; ++c) {
+      bf16* at = to + (c % 8 < 4 ? 0 : kTileNumbers) + (c / 8 * 4 + c % 4) * 2;
+      at[0] = even ? even[j + c] : bf16{0}, at[1] = odd ? odd[j + c] : bf16{0};
+    }
+#endif
+  }
+}
+
+// Columns in the order of `pair_values` -> in their own, shared by `share`.
+template <class IO>
+OCTAVO_INLINE void store_columns(const float* from, int d, float share, IO* to) {
+  for (int j = 0; j < d; j += 32) {
+    alignas(64) float part[32];
+    for (int q = 0; q < 4; ++q)
+      for (int half = 0; half < 2; ++half) memcpy(part + 8 * q + 4 * half, from + j + 16 * half + 4 * q, 16);
+    for (int i = 0; i < 32; i += 8) store(to + j + i, load(part + i) / splat(share));
+  }
+}
+
+// Query rows as tiles, rows below the last one zeros.
+template <class IO, class At>
+void pack_queries(int rows, int d, bf16* to, const At& row_at) {
+  const int whole = (rows + kTileRows - 1) / kTileRows * kTileRows;
+  for (int r = 0; r < whole; ++r) {
+    bf16* row = to + (int64_t)(r / kTileRows) * kTileRows * d + r % kTileRows * 2;
+    const IO* from = r < rows ? row_at(r) : nullptr;
+    for (int j = 0; j < d; j += 8) {
+      bf16 part[8];
+      store(part, from ? load(from + j) : splat(0));
+      for (int i = 0; i < 8; i += 2) memcpy(row + (int64_t)(j + i) * kTileRows, part + i, 4);
+    }
+  }
+}
+
+// ---- Scores ------------------------------------------------------------------------------------------------------------
+
+// Two runs of 16 keys times two tiles of queries.
+OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16* keys2, int d, float* scores) {
+  alignas(64) float turned[4 * 256];
+  const int64_t stride = (int64_t)d * 2, apart = (int64_t)kTileRows * d;
+  zero_tile(0);
+  zero_tile(1);
+  zero_tile(2);
+  zero_tile(3);
+  for (int j = 0; j < d; j += 32) {
+    load_tile(4, keys + j, stride);
+    load_tile(6, query + (int64_t)j * kTileRows, 64);
+    multiply_tiles(0, 4, 6);
+    load_tile(7, query + apart + (int64_t)j * kTileRows, 64);
+    multiply_tiles(1, 4, 7);
+    load_tile(5, keys2 + j, stride);
+    multiply_tiles(2, 5, 6);
+    multiply_tiles(3, 5, 7);
+  }
+  store_tile(0, turned, 64);
+  store_tile(1, turned + 256, 64);
+  store_tile(2, turned + 512, 64);
+  store_tile(3, turned + 768, 64);
+  transpose16(turned, scores, kSegment);
+  transpose16(turned + 256, scores + kTileRows * kSegment, kSegment);
+  transpose16(turned + 512, scores + kRunKeys, kSegment);
+  transpose16(turned + 768, scores + kTileRows * kSegment + kRunKeys, kSegment);
+}
+
+// The same of one tile of queries.
+OCTAVO_INLINE void score_pair(const bf16* query, const bf16* keys, const bf16* keys2, int d, float* scores) {
+  alignas(64) float turned[2 * 256];
+  const int64_t stride = (int64_t)d * 2;
+  zero_tile(0);
+  zero_tile(1);
+  for (int j = 0; j < d; j += 32) {
+    load_tile(6, query + (int64_t)j * kTileRows, 64);
+    load_tile(4, keys + j, stride);
+    multiply_tiles(0, 4, 6);
+    load_tile(5, keys2 + j, stride);
+    multiply_tiles(1, 5, 6);
+  }
+  store_tile(0, turned, 64);
+  store_tile(1, turned + 256, 64);
+  transpose16(turned, scores, kSegment);
+  transpose16(turned + 256, scores + kRunKeys, kSegment);
+}
+
+// ---- Softmax -----------------------------------------------------------------------------------------------------------
+
+// One row of scores against the keys [low, high) of the segment -> weights e^(s - max) for steps [from, to), [step][.][32],
+// unseen keys 0; its max and sum.
+OCTAVO_INLINE void soften_row(const AttentionArgs& a, float* scores, int low, int high, int from, int to, bf16* weights,
+                              float& max, float& sum_of_weights) {
+  max = kMinusInf, sum_of_weights = 0;
+  if (low >= high) {
+    for (int s = from; s < to; ++s) memset(weights + s * kTileNumbers, 0, kStepKeys * sizeof(bf16));
+    return;
+  }
+  vec top = splat_wide(kMinusInf);
+  const int first = low / 16, last = (high + 15) / 16;
+  for (int v = first; v < last; ++v) {
+    vec s = load_wide(scores + v * 16) * splat_wide(a.scale);
+    if (a.softcap > 0) s = capped(s, a.softcap);
+    if (v * 16 < low || v * 16 + 16 > high) s = masked(s, low - v * 16, high - v * 16);
+    store_wide(scores + v * 16, s);
+    top = larger_wide(s, top);
+  }
+  max = largest_wide(top);
+  const vec shift = splat_wide(max == kMinusInf ? 0.0f : max);  // all seen scores minus infinity: weights 0, not NaN
+  vec total = splat_wide(0);
+  for (int s = from; s < to; ++s) {
+    alignas(64) float part[kStepKeys];
+    for (int h = 0; h < 2; ++h) {
+      const int v = 2 * s + h;
+      const vec p = v < first || v >= last ? splat_wide(0) : exp_down_wide(load_wide(scores + v * 16) - shift);
+      store_wide(part + 16 * h, p);
+      total = total + p;
+    }
+    round32(part, weights + s * kTileNumbers);
+  }
+  sum_of_weights = sum(low_half(&total) + high_half(&total));
+}
+
+// ---- Values ------------------------------------------------------------------------------------------------------------
+
+// acc [R tiles of rows][16][d] = weights x values, steps [from, to).
+OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
+  const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers, apart = kSteps * kTileNumbers;
+  for (int j = 0; j < d; j += 32) {
+    zero_tile(0);
+    zero_tile(1);
+    zero_tile(2);
+    zero_tile(3);
+    const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
+    for (int s = from; s < to; ++s) {
+      load_tile(4, w.weights + s * kTileNumbers, 64);
+      load_tile(6, v + s * depth, 64);
+      multiply_tiles(0, 4, 6);
+      load_tile(7, v + s * depth + kTileNumbers, 64);
+      multiply_tiles(1, 4, 7);
+      load_tile(5, w.weights + apart + s * kTileNumbers, 64);
+      multiply_tiles(2, 5, 6);
+      multiply_tiles(3, 5, 7);
+    }
+    store_tile(0, w.acc + j, stride);
+    store_tile(1, w.acc + j + 16, stride);
+    store_tile(2, w.acc + 16 * d + j, stride);
+    store_tile(3, w.acc + 16 * d + j + 16, stride);
+  }
+}
+
+OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to) {
+  const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers;
+  for (int j = 0; j < d; j += 32) {
+    zero_tile(0);
+    zero_tile(1);
+    const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
+    for (int s = from; s < to; ++s) {
+      load_tile(4, w.weights + s * kTileNumbers, 64);
+      load_tile(6, v + s * depth, 64);
+      multiply_tiles(0, 4, 6);
+      load_tile(7, v + s * depth + kTileNumbers, 64);
+      multiply_tiles(1, 4, 7);
+    }
+    store_tile(0, w.acc + j, stride);
+    store_tile(1, w.acc + j + 16, stride);
+  }
+}
+
+}  // namespace

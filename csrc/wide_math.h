@@ -1,0 +1,107 @@
+// Elementary functions of sixteen lanes: those of simd.h, lane by lane the same operations, in one vector where the
+// processor has them. Included by instruction sets with wide vectors.
+//
+// Invariant: a lane has the bits that the function of eight lanes gives it.
+#pragma once
+
+#include "elementwise.h"
+#include "linear.h"
+#include "register_tile.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+
+OCTAVO_INLINE vec select_wide(__mmask16 mask, vec yes, vec no) {
+  return (vec)_mm512_mask_blend_ps(mask, (__m512)no, (__m512)yes);
+}
+OCTAVO_INLINE vec round_wide(vec x) {
+  return (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+OCTAVO_INLINE veci to_int_wide(vec x) { return (veci)_mm512_cvtps_epi32((__m512)x); }
+OCTAVO_INLINE __mmask16 below(vec a, vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+
+// r = x - n ln 2; e^r by Cephes' polynomial.
+OCTAVO_INLINE vec exp_rest(vec n, vec x) {
+  vec r = fma(n, splat_wide(-0.693145751953125f), x);
+  r = fma(n, splat_wide(-1.42860682030941723212e-6f), r);
+  vec p = splat_wide(1.9875691500e-4f);
+  p = fma(p, r, splat_wide(1.3981999507e-3f));
+  p = fma(p, r, splat_wide(8.3334519073e-3f));
+  p = fma(p, r, splat_wide(4.1665795894e-2f));
+  p = fma(p, r, splat_wide(1.6666665459e-1f));
+  p = fma(p, r, splat_wide(5.0000001201e-1f));
+  return fma(p, r * r, r) + splat_wide(1.0f);
+}
+
+OCTAVO_INLINE vec exp_wide(vec x) {
+  const vec low = splat_wide(-87.336544f), high = splat_wide(88.72283f);
+  const __mmask16 under = below(x, low), over = below(high, x);
+  const vec y = select_wide(under, low, select_wide(over, high, x));
+  const __mmask16 number = _mm512_cmp_ps_mask((__m512)y, (__m512)y, _CMP_EQ_OQ);
+  const vec n = round_wide(select_wide(number, y, splat_wide(0)) * splat_wide(1.44269504088896341f));
+  vec p = exp_rest(n, y);
+  const veci whole = to_int_wide(n), half = whole >> 1;
+  p = p * (vec)((half + 127) << 23) * (vec)((whole - half + 127) << 23);
+  p = select_wide(under, splat_wide(0), p);
+  return select_wide(over, splat_wide(__builtin_inff()), p);
+}
+
+OCTAVO_INLINE vec exp_down_wide(vec x) {
+  const vec low = splat_wide(-87.336544f);
+  const __mmask16 under = below(x, low);
+  const vec y = select_wide(under, low, x), n = round_wide(y * splat_wide(1.44269504088896341f));
+  const vec p = exp_rest(n, y);
+  return select_wide(under, splat_wide(0), p * (vec)((to_int_wide(n) + 127) << 23));
+}
+
+OCTAVO_INLINE vec activate_wide(vec x, Activation kind) {
+  const vec one = splat_wide(1.0f);
+  if (kind == Activation::silu) return x / (one + exp_wide(splat_wide(0.0f) - x));
+  if (kind == Activation::gelu) {
+    return join_halves(activate(low_half(&x), kind), activate(high_half(&x), kind));
+  }
+  return x / (one + exp_wide(splat_wide(-2.0f * 0.79788456080286536f) * fma(splat_wide(0.044715f) * x * x, x, x)));
+}
+
+OCTAVO_INLINE vec larger_wide(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+
+// Lanes [low, high) of v, minus infinity elsewhere.
+OCTAVO_INLINE vec masked(vec v, int low, int high) {
+  const unsigned from = low < 0 ? 0 : (unsigned)low, to = high > 16 ? 16 : (unsigned)high;
+  return select_wide((__mmask16)((1u << to) - (1u << from)), v, splat_wide(-__builtin_inff()));
+}
+
+// Whether any lane is greater than `best`, or a NaN.
+OCTAVO_INLINE bool any_above_wide(vec v, float best) {
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)splat_wide(best), _CMP_NLE_UQ) != 0;
+}
+
+#else
+
+OCTAVO_INLINE bool any_above_wide(vec v, float best) {
+  return any_above(low_half(&v), best) || any_above(high_half(&v), best);
+}
+OCTAVO_INLINE vec larger_wide(vec a, vec b) {
+  return join_halves(larger(low_half(&a), low_half(&b)), larger(high_half(&a), high_half(&b)));
+}
+OCTAVO_INLINE vec masked(vec v, int low, int high) {
+  for (int i = 0; i < 16; ++i) v[i] = i >= low && i < high ? v[i] : -__builtin_inff();
+  return v;
+}
+OCTAVO_INLINE vec exp_down_wide(vec x) {
+  return join_halves(exp_down(low_half(&x)), exp_down(high_half(&x)));
+}
+OCTAVO_INLINE vec activate_wide(vec x, Activation kind) {
+  return join_halves(activate(low_half(&x), kind), activate(high_half(&x), kind));
+}
+
+#endif
+
+OCTAVO_INLINE float largest_wide(vec v) { return largest(larger(low_half(&v), high_half(&v))); }
+OCTAVO_INLINE vec capped(vec x, float cap) {
+  const f8 c = splat(cap);
+  return join_halves(tanh8(low_half(&x) / c) * c, tanh8(high_half(&x) / c) * c);
+}
+
+}  // namespace
