@@ -38,23 +38,25 @@ int64_t attention_work_amx(const AttentionArgs& a) {
   return rows * (d + d / 2 + 2) + kMostRows * (d + kSegment + kSegment / 2 + 2) + kSegment * d + 16 * 11;
 }
 
-// The part [begin, end) of a segment that an item reads: where its keys lie, and its values, in pairs.
+// The part [begin, end) of a segment that an item reads.
 struct Segment {
-  const bf16* keys[kRuns];  // runs of 16 keys, at absolute multiples; those outside repeat one inside
   int32_t origin, begin, end;
+  const bf16* keys[kRuns];       // runs of 16 keys, at absolute multiples; those outside repeat one inside
+  const bf16* values[kSegment];  // of each key that exists
+  bool paired;                   // values are in `TileWork::values`, and have been asked for
 };
 
 // False when the table names a block outside the pool.
 bool place_segment(const AttentionArgs& a, const int32_t* table, int32_t head, const TileWork& w, Segment& s) {
   const bf16* base = (const bf16*)a.kv + head * a.head_stride;
   const int d = a.head_dim;
-  const bf16* at[kSegment];  // of each key that exists
+  const bf16* at[kSegment];
   for (int32_t k = s.begin; k < s.end;) {
     const int32_t logical = k / a.block_size, stop = smaller(s.end, (logical + 1) * a.block_size);
     const int32_t block = table[logical];
     if (block < 0 || block >= a.num_blocks) return false;
     const bf16* from = base + block * a.block_stride + (int64_t)(k - logical * a.block_size) * d;
-    for (; k < stop; ++k, from += d) at[k - s.origin] = from;
+    for (; k < stop; ++k, from += d) at[k - s.origin] = from, s.values[k - s.origin] = from + a.value_offset;
   }
   const int low = s.begin - s.origin, high = s.end - s.origin;
   for (int run = low / kRunKeys; run * kRunKeys < high; ++run) {
@@ -71,13 +73,31 @@ bool place_segment(const AttentionArgs& a, const int32_t* table, int32_t head, c
   const int first = low / kRunKeys, last = (high - 1) / kRunKeys;
   for (int run = 0; run < kRuns; ++run)
     if (run < first || run > last) s.keys[run] = s.keys[run < first ? first : last];
-  // Zeros around the values that exist: what is multiplied by zero must be finite.
+  return true;
+}
+
+// Its values in pairs, zeros around those that exist: what is multiplied by zero must be finite.
+void pair_segment(const TileWork& w, const Segment& s, int d) {
+  const int low = s.begin - s.origin, high = s.end - s.origin;
+  const auto value = [&](int k) { return k >= low && k < high ? s.values[k] : nullptr; };
   for (int k = low / kStepKeys * kStepKeys; k < (high + kStepKeys - 1) / kStepKeys * kStepKeys; k += 2) {
-    const auto value = [&](int i) { return i >= low && i < high ? at[i] + a.value_offset : nullptr; };
     pair_values(value(k), value(k + 1), d,
                 w.values + (int64_t)(k / kStepKeys) * d / 16 * kTileNumbers + k % kStepKeys / 2 * kStepKeys);
   }
-  return true;
+}
+
+OCTAVO_INLINE void ask_row(const bf16* row, int d) {
+  for (int j = 0; j < d; j += 32) __builtin_prefetch(row + j, 0, 2);
+}
+
+// Asks for what the step before `step` does not need yet: its keys, and the values of that step. The work on one step
+// hides their way here.
+void ask_step(const Segment& s, int step, int d) {
+  if (step * kStepKeys < s.end - s.origin)
+    for (int run = 2 * step; run < 2 * step + 2; ++run)
+      for (int k = 0; k < kRunKeys; ++k) ask_row(s.keys[run] + (int64_t)k * d, d);
+  const int from = greater((step - 1) * kStepKeys, s.begin - s.origin), to = smaller(step * kStepKeys, s.end - s.origin);
+  for (int k = from; k < to; ++k) ask_row(s.values[k], d);
 }
 
 // (max, sum, acc) of a segment joined to the total before it: `join` in wide vectors.
@@ -99,7 +119,7 @@ void join_wide(float* max, float* sum_, float* total, float max2, float sum2, co
 
 // Rows [first, first + count), up to 32, against a segment. state(r): where a split item keeps the segment of row r.
 template <class State>
-void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view, const Segment& s, int first, int count,
+void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view, Segment& s, int first, int count,
                     bool split, const State& state) {
   const int d = a.head_dim;
   const int32_t seen = greater(view.low(first), s.begin), until = smaller(view.high(first + count - 1), s.end);
@@ -107,6 +127,7 @@ void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view,
     const int from = (seen - s.origin) / kStepKeys, to = (until - s.origin + kStepKeys - 1) / kStepKeys;
     const bf16* query = w.query + (int64_t)first * d;
     for (int step = from; step < to; ++step) {
+      if (!s.paired) ask_step(s, step + 1, d);
       const bf16 *keys = s.keys[2 * step], *keys2 = s.keys[2 * step + 1];
       if (count > kTileRows)
         score_square(query, keys, keys2, d, w.scores + step * kStepKeys);
@@ -118,6 +139,7 @@ void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view,
       bf16* weights = w.weights + r / kTileRows * kSteps * kTileNumbers + r % kTileRows * kStepKeys;
       soften_row(a, w.scores + r * kSegment, low, high, from, to, weights, w.max[r], w.sum[r]);
     }
+    if (!s.paired) pair_segment(w, s, d), s.paired = true;
     // Rows of a tile that do not exist: their sums are not read, whatever they are.
     if (count > kTileRows)
       weigh_square(w, d, from, to);
@@ -154,6 +176,20 @@ void finish_tiles(const AttentionArgs& a, int32_t token, int32_t head, int group
   }
 }
 
+// Asks for the first keys of an item.
+void ask_item(const AttentionArgs& a, const AttentionItem& it) {
+  const Row& row = a.rows[it.row];
+  const View view = {row.context_len - row.query_len + it.first_query, a.num_heads / a.num_kv_heads, a.window};
+  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
+  const int32_t end = smaller(begin / kStepKeys * kStepKeys + kStepKeys, row.context_len);
+  for (int32_t k = begin; k < end; ++k) {
+    const int32_t block = a.table[it.row * a.table_stride + k / a.block_size];
+    if (block < 0 || block >= a.num_blocks) return;
+    ask_row((const bf16*)a.kv + it.head * a.head_stride + block * a.block_stride + (int64_t)(k % a.block_size) * a.head_dim,
+            a.head_dim);
+  }
+}
+
 template <class IO>
 bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, float* memory) {
   const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;
@@ -171,6 +207,7 @@ bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, float* mem
   for (int32_t segment = begin / kSegment; segment * kSegment < limit; ++segment) {
     Segment s;
     s.origin = segment * kSegment, s.begin = greater(begin, s.origin), s.end = smaller(limit, s.origin + kSegment);
+    s.paired = false;
     if (!place_segment(a, a.table + it.row * a.table_stride, it.head, w, s)) return false;
     const auto state = [&](int r) {
       return a.scratch + (it.slot + (int64_t)(segment - it.first_segment) * rows + r) * (d + 2);
@@ -210,6 +247,7 @@ int64_t attend_amx_io(const AttentionArgs& a) {
 #pragma omp atomic write
           bad = a.items[i].row;
         }
+        if (i + a.threads < a.num_items) ask_item(a, a.items[i + a.threads]);  // about what this thread gets next
       }
     }
 #pragma omp for schedule(dynamic, 1)

@@ -92,7 +92,8 @@ def test_it_is_many_times_nearer_than_inputs_rounded_to_bfloat16() -> None:
         exact = x.double() @ weight.double().T
         off = (product(fixed(weight), x).double() - exact).norm(dim=1)
         rounded = (x.bfloat16().double() @ weight.double().T - exact).norm(dim=1)
-        assert bool((off < rounded / 4).all()), float((off / rounded).max())
+        assert bool((off < rounded / 2).all()), float((off / rounded).max())
+        assert float((off / rounded).median()) < 0.1  # a row whose large inputs bfloat16 happens to hold is no measure
 
 
 @pytest.mark.usefixtures("isa")

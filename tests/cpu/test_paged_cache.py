@@ -81,7 +81,8 @@ def paged(model: Any, **settings: Any) -> PagedCache:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_tokens_as_dynamic_cache(model: Any, mode: str) -> None:
-    ids = prompt(2, 18)
+    # With seed 0, two beams of the llama are so near that torch's own instruction set decides which of them is kept.
+    ids = prompt(2, 18, seed=1)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0  # padding on the left
     settings = {"attention_mask": mask, **MODES[mode]}

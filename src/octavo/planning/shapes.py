@@ -106,8 +106,10 @@ class ModelShape:
 
     @property
     def head_screen_bytes(self) -> int:
-        """The copy that screens an output head of floats, 0 for a small one (`EngineConfig.screen_head`). As large as on a
-        processor with AMX, where it takes a quarter more than elsewhere."""
+        """The copy that screens an output head of floats, 0 for a small one (`EngineConfig.screen_head`).
+
+        As large as on a processor with AMX, where it takes a quarter more than elsewhere.
+        """
         rows, columns = self.vocab_size, self.hidden_size
         return screen_bytes(rows, columns, on_tiles=True) if worth_screening(rows, columns) else 0
 
