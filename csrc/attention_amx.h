@@ -43,7 +43,7 @@ struct Segment {
   int32_t origin, begin, end;
   const bf16* keys[kRuns];       // runs of 16 keys, at absolute multiples; those outside repeat one inside
   const bf16* values[kSegment];  // of each key that exists
-  bool paired;                   // values are in `TileWork::values`, and have been asked for
+  bool paired;                   // values are in `TileWork::values`
 };
 
 // False when the table names a block outside the pool.
@@ -86,18 +86,22 @@ void pair_segment(const TileWork& w, const Segment& s, int d) {
   }
 }
 
-OCTAVO_INLINE void ask_row(const bf16* row, int d) {
-  for (int j = 0; j < d; j += 32) __builtin_prefetch(row + j, 0, 2);
+// The keys or values (`offset` numbers behind the keys) of [key, end), to be asked for.
+Asker asker_of(const AttentionArgs& a, int32_t row, int32_t head, int64_t offset, int32_t key, int32_t end) {
+  Asker s;
+  s.base = (const bf16*)a.kv + head * a.head_stride + offset, s.table = a.table + row * a.table_stride;
+  s.block_stride = a.block_stride, s.num_blocks = a.num_blocks, s.block_size = a.block_size, s.head_dim = a.head_dim;
+  s.key = key, s.end = end;
+  return s;
 }
 
-// Asks for what the step before `step` does not need yet: its keys, and the values of that step. The work on one step
-// hides their way here.
-void ask_step(const Segment& s, int step, int d) {
-  if (step * kStepKeys < s.end - s.origin)
-    for (int run = 2 * step; run < 2 * step + 2; ++run)
-      for (int k = 0; k < kRunKeys; ++k) ask_row(s.keys[run] + (int64_t)k * d, d);
-  const int from = greater((step - 1) * kStepKeys, s.begin - s.origin), to = smaller(step * kStepKeys, s.end - s.origin);
-  for (int k = from; k < to; ++k) ask_row(s.values[k], d);
+// The keys that an item reads in its first segment.
+Asker first_keys(const AttentionArgs& a, const AttentionItem& it) {
+  const Row& row = a.rows[it.row];
+  const View view = {row.context_len - row.query_len + it.first_query, a.num_heads / a.num_kv_heads, a.window};
+  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
+  const int32_t limit = smaller(view.high((it.end_query - it.first_query) * view.group - 1), it.end_segment * kSegment);
+  return asker_of(a, it.row, it.head, 0, begin, smaller(limit, (begin / kSegment + 1) * kSegment));
 }
 
 // (max, sum, acc) of a segment joined to the total before it: `join` in wide vectors.
@@ -117,22 +121,24 @@ void join_wide(float* max, float* sum_, float* total, float max2, float sum2, co
   *max = top;
 }
 
-// Rows [first, first + count), up to 32, against a segment. state(r): where a split item keeps the segment of row r.
+// Rows [first, first + count), up to 32, of an item against a segment. keys: what is needed after it. state(r): where a
+// split item keeps the segment of row r.
 template <class State>
-void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view, Segment& s, int first, int count,
-                    bool split, const State& state) {
+void attend_segment(const AttentionArgs& a, const AttentionItem& it, const TileWork& w, const View& view, Segment& s,
+                    Asker& keys, int first, int count, const State& state) {
   const int d = a.head_dim;
   const int32_t seen = greater(view.low(first), s.begin), until = smaller(view.high(first + count - 1), s.end);
   if (seen < until) {
     const int from = (seen - s.origin) / kStepKeys, to = (until - s.origin + kStepKeys - 1) / kStepKeys;
     const bf16* query = w.query + (int64_t)first * d;
+    // Few rows wait for memory: while scores are computed, values are on their way, and then the keys that come next.
+    Asker values = s.paired ? Asker() : asker_of(a, it.row, it.head, a.value_offset, s.begin, s.end);
     for (int step = from; step < to; ++step) {
-      if (!s.paired) ask_step(s, step + 1, d);
-      const bf16 *keys = s.keys[2 * step], *keys2 = s.keys[2 * step + 1];
+      const bf16 *run = s.keys[2 * step], *run2 = s.keys[2 * step + 1];
       if (count > kTileRows)
-        score_square(query, keys, keys2, d, w.scores + step * kStepKeys);
+        score_square(query, run, run2, d, w.scores + step * kStepKeys);
       else
-        score_pair(query, keys, keys2, d, w.scores + step * kStepKeys);
+        score_pair(query, run, run2, d, values, w.scores + step * kStepKeys);
     }
     for (int r = 0; r < count; ++r) {
       const int low = greater(view.low(first + r), s.begin) - s.origin, high = smaller(view.high(first + r), s.end) - s.origin;
@@ -144,12 +150,12 @@ void attend_segment(const AttentionArgs& a, const TileWork& w, const View& view,
     if (count > kTileRows)
       weigh_square(w, d, from, to);
     else
-      weigh_pair(w, d, from, to);
+      weigh_pair(w, d, from, to, keys);
   }
   for (int r = 0; r < count; ++r) {
     const float max = seen < until ? w.max[r] : kMinusInf, sum_ = seen < until ? w.sum[r] : 0;
     const float* acc = w.acc + (int64_t)r * d;
-    if (split) {
+    if (it.slot >= 0) {
       float* to = state(first + r);
       to[0] = max, to[1] = sum_;
       if (max == kMinusInf)
@@ -176,22 +182,9 @@ void finish_tiles(const AttentionArgs& a, int32_t token, int32_t head, int group
   }
 }
 
-// Asks for the first keys of an item.
-void ask_item(const AttentionArgs& a, const AttentionItem& it) {
-  const Row& row = a.rows[it.row];
-  const View view = {row.context_len - row.query_len + it.first_query, a.num_heads / a.num_kv_heads, a.window};
-  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
-  const int32_t end = smaller(begin / kStepKeys * kStepKeys + kStepKeys, row.context_len);
-  for (int32_t k = begin; k < end; ++k) {
-    const int32_t block = a.table[it.row * a.table_stride + k / a.block_size];
-    if (block < 0 || block >= a.num_blocks) return;
-    ask_row((const bf16*)a.kv + it.head * a.head_stride + block * a.block_stride + (int64_t)(k % a.block_size) * a.head_dim,
-            a.head_dim);
-  }
-}
-
+// next: the item that this thread gets next, as far as one can tell; or null.
 template <class IO>
-bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, float* memory) {
+bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, const AttentionItem* next, float* memory) {
   const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;
   const int rows = (it.end_query - it.first_query) * group;
   const Row& row = a.rows[it.row];
@@ -209,11 +202,14 @@ bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, float* mem
     s.origin = segment * kSegment, s.begin = greater(begin, s.origin), s.end = smaller(limit, s.origin + kSegment);
     s.paired = false;
     if (!place_segment(a, a.table + it.row * a.table_stride, it.head, w, s)) return false;
+    Asker keys = s.end < limit ? asker_of(a, it.row, it.head, 0, s.end, smaller(limit, s.end + kSegment))
+                 : next        ? first_keys(a, *next)
+                               : Asker();
     const auto state = [&](int r) {
       return a.scratch + (it.slot + (int64_t)(segment - it.first_segment) * rows + r) * (d + 2);
     };
     for (int first = 0; first < rows; first += kMostRows)
-      attend_segment(a, w, view, s, first, smaller(kMostRows, rows - first), it.slot >= 0, state);
+      attend_segment(a, it, w, view, s, keys, first, smaller(kMostRows, rows - first), state);
   }
   if (it.slot < 0) finish_tiles<IO>(a, token, it.head, group, rows, w);
   return true;
@@ -243,11 +239,11 @@ int64_t attend_amx_io(const AttentionArgs& a) {
       const TileScope scope;
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < a.num_items; ++i) {
-        if (!attend_item_amx<IO>(a, a.items[i], memory)) {
+        const AttentionItem* next = i + a.threads < a.num_items ? a.items + i + a.threads : nullptr;
+        if (!attend_item_amx<IO>(a, a.items[i], next, memory)) {
 #pragma omp atomic write
           bad = a.items[i].row;
         }
-        if (i + a.threads < a.num_items) ask_item(a, a.items[i + a.threads]);  // about what this thread gets next
       }
     }
 #pragma omp for schedule(dynamic, 1)

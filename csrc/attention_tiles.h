@@ -113,6 +113,32 @@ void pack_queries(int rows, int d, bf16* to, const At& row_at) {
   }
 }
 
+// Memory to ask for, a little at a time beside the products: keys [key, end) of a head, or their values.
+struct Asker {
+  const bf16* base = nullptr;
+  const int32_t* table = nullptr;
+  int64_t block_stride = 0, num_blocks = 0, left = 0;  // left: bytes of the block at hand
+  int32_t block_size = 0, head_dim = 0, key = 0, end = 0;
+  const char* at = nullptr;
+
+  // Two KiB, what a step over 32 inputs uses up of 32 keys.
+  OCTAVO_INLINE void ask() {
+    constexpr int64_t kPart = 2048;
+    if (!left) {
+      if (key >= end) return;
+      const int32_t block = table[key / block_size], offset = key % block_size;
+      const int32_t count = smaller(end - key, block_size - offset);
+      key += count;
+      if (block < 0 || block >= num_blocks) return;  // others complain
+      at = (const char*)(base + block * block_stride + (int64_t)offset * head_dim);
+      left = (int64_t)count * head_dim * 2;
+    }
+    const int64_t part = left < kPart ? left : kPart;
+    for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += part, left -= part;
+  }
+};
+
 // ---- Scores ------------------------------------------------------------------------------------------------------------
 
 // Two runs of 16 keys times two tiles of queries.
@@ -126,10 +152,10 @@ OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16*
   for (int j = 0; j < d; j += 32) {
     load_tile(4, keys + j, stride);
     load_tile(6, query + (int64_t)j * kTileRows, 64);
-    multiply_tiles(0, 4, 6);
     load_tile(7, query + apart + (int64_t)j * kTileRows, 64);
-    multiply_tiles(1, 4, 7);
     load_tile(5, keys2 + j, stride);
+    multiply_tiles(0, 4, 6);
+    multiply_tiles(1, 4, 7);
     multiply_tiles(2, 5, 6);
     multiply_tiles(3, 5, 7);
   }
@@ -144,7 +170,7 @@ OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16*
 }
 
 // The same of one tile of queries.
-OCTAVO_INLINE void score_pair(const bf16* query, const bf16* keys, const bf16* keys2, int d, float* scores) {
+OCTAVO_INLINE void score_pair(const bf16* query, const bf16* keys, const bf16* keys2, int d, Asker& asker, float* scores) {
   alignas(64) float turned[2 * 256];
   const int64_t stride = (int64_t)d * 2;
   zero_tile(0);
@@ -152,9 +178,10 @@ OCTAVO_INLINE void score_pair(const bf16* query, const bf16* keys, const bf16* k
   for (int j = 0; j < d; j += 32) {
     load_tile(6, query + (int64_t)j * kTileRows, 64);
     load_tile(4, keys + j, stride);
-    multiply_tiles(0, 4, 6);
     load_tile(5, keys2 + j, stride);
+    multiply_tiles(0, 4, 6);
     multiply_tiles(1, 5, 6);
+    asker.ask();
   }
   store_tile(0, turned, 64);
   store_tile(1, turned + 256, 64);
@@ -212,10 +239,10 @@ OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
     for (int s = from; s < to; ++s) {
       load_tile(4, w.weights + s * kTileNumbers, 64);
       load_tile(6, v + s * depth, 64);
-      multiply_tiles(0, 4, 6);
       load_tile(7, v + s * depth + kTileNumbers, 64);
-      multiply_tiles(1, 4, 7);
       load_tile(5, w.weights + apart + s * kTileNumbers, 64);
+      multiply_tiles(0, 4, 6);
+      multiply_tiles(1, 4, 7);
       multiply_tiles(2, 5, 6);
       multiply_tiles(3, 5, 7);
     }
@@ -226,7 +253,7 @@ OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
   }
 }
 
-OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to) {
+OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to, Asker& asker) {
   const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers;
   for (int j = 0; j < d; j += 32) {
     zero_tile(0);
@@ -235,9 +262,10 @@ OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to) {
     for (int s = from; s < to; ++s) {
       load_tile(4, w.weights + s * kTileNumbers, 64);
       load_tile(6, v + s * depth, 64);
-      multiply_tiles(0, 4, 6);
       load_tile(7, v + s * depth + kTileNumbers, 64);
+      multiply_tiles(0, 4, 6);
       multiply_tiles(1, 4, 7);
+      asker.ask();
     }
     store_tile(0, w.acc + j, stride);
     store_tile(1, w.acc + j + 16, stride);

@@ -98,7 +98,7 @@ OCTAVO_INLINE void norm_row(const NormArgs& a, int64_t r) {
 
 template <class T>
 void norm_typed(const NormArgs& a) {
-#pragma omp parallel for schedule(static) if (a.threaded)
+#pragma omp parallel for schedule(dynamic, 8) if (a.threaded)
   for (int64_t r = 0; r < a.rows; ++r) {
     if (!a.residual)
       norm_row<T, false, false>(a, r);

@@ -1,9 +1,10 @@
 // y = x W^T + b on the tiles of AMX, for bfloat16 weights whose input size is a multiple of 32; linear.h for the rest.
 //
 // x is rounded to bfloat16 once, into tiles of 16 rows and 32 inputs that lie in a KiB each. A pair panel (kernels.h) is
-// a run of weight tiles as it lies: 16 pairs of inputs times 16 outputs. Up to kAmxColumn rows wait for memory: panels go
-// by one after the other, each times all rows. More rows wait for the tile unit: two tiles of rows times two panels share
-// four loads among four products.
+// a run of weight tiles as it lies: 16 pairs of inputs times 16 outputs. Up to 16 rows wait for memory: panels go by one
+// after the other. More rows wait for the tile unit: two tiles of rows times two panels share four loads among four
+// products. All four loads come first: a processor that shares its core with another thread has few tiles to rename, and
+// loads between products then wait for them (an eighth of the time).
 //
 // Invariant: every output is one sum, tile step by tile step in the order of the inputs, whatever the number of rows or
 // threads: a row alone and the same row among 512 have the same bits. (They differ from those of the other instruction
@@ -17,7 +18,7 @@
 namespace {
 
 constexpr int64_t kStepInputs = 32;          // inputs of a tile step
-constexpr int64_t kAmxColumn = 64;           // most rows that a panel meets at once
+constexpr int64_t kAmxColumn = 16;           // most rows that a panel meets one by one
 constexpr int64_t kAmxBlockBytes = 1 << 20;  // of rounded rows that pass a run of panels: they stay in the second-level cache
 
 // Rounded rows, [blocks of 16][steps][16][32]; zeros below the last row.
@@ -38,7 +39,7 @@ OCTAVO_INLINE void round_step(const f16* from, bf16* to) {
 template <class In>
 void round_rows(const AmxRows& x) {
   const LinearArgs& a = *x.args;
-#pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)
+#pragma omp parallel for schedule(dynamic, 2) if (a.threaded && a.m * a.k > 65536)
   for (int64_t b = 0; b < x.blocks; ++b) {
     bf16* to = x.tiles + b * x.steps * kTileNumbers;
     for (int64_t r = 0; r < 16; ++r) {
@@ -94,70 +95,41 @@ void put_gated(const LinearArgs& a, octavo::Activation kind, int64_t row, int64_
 
 // ---- Few rows: memory sets the pace ------------------------------------------------------------------------------------
 
-// Lines of the KiB at `p`, towards the first-level cache.
-OCTAVO_INLINE void ask_step(const bf16* p) {
+// Lines of the KiB at `p`, towards the first-level cache (3) or the second (2).
+template <int Level>
+OCTAVO_INLINE void ask_tile(const void* p) {
 #pragma GCC unroll 16
-  for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, 3);
+  for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, Level);
 }
 
-// All rows, in R tiles, times one panel: sums [R][16][16]. next: where the weights go on behind the panel.
-template <int R>
+// One tile of rows times a panel: sums [16][16]. next: where the weights go on behind the panel.
 OCTAVO_INLINE void column(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
   constexpr int64_t kAheadSteps = 4;
   zero_tile(0);
-  if (R > 1) zero_tile(1);
-  if (R > 2) zero_tile(2);
-  if (R > 3) zero_tile(3);
-  const bf16* rows = x.tiles;
-  const int64_t apart = x.steps * kTileNumbers;
-  for (int64_t s = 0; s < x.steps; ++s, rows += kTileNumbers) {
+  for (int64_t s = 0; s < x.steps; ++s) {
     const int64_t then = s + kAheadSteps;
-    ask_step(then < x.steps ? w + then * kTileNumbers : next + (then - x.steps) * kTileNumbers);
-    load_tile(7, w + s * kTileNumbers, 64);
-    load_tile(4, rows, 64);
-    multiply_tiles(0, 4, 7);
-    if (R > 1) {
-      load_tile(5, rows + apart, 64);
-      multiply_tiles(1, 5, 7);
-    }
-    if (R > 2) {
-      load_tile(6, rows + 2 * apart, 64);
-      multiply_tiles(2, 6, 7);
-    }
-    if (R > 3) {
-      load_tile(4, rows + 3 * apart, 64);
-      multiply_tiles(3, 4, 7);
-    }
+    ask_tile<3>(then < x.steps ? w + then * kTileNumbers : next + (then - x.steps) * kTileNumbers);
+    load_tile(4, x.tiles + s * kTileNumbers, 64);
+    load_tile(6, w + s * kTileNumbers, 64);
+    multiply_tiles(0, 4, 6);
   }
   store_tile(0, sums, 64);
-  if (R > 1) store_tile(1, sums + 256, 64);
-  if (R > 2) store_tile(2, sums + 512, 64);
-  if (R > 3) store_tile(3, sums + 768, 64);
-}
-
-OCTAVO_INLINE void column_of(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
-  switch (x.blocks) {
-    case 1: return column<1>(x, w, next, sums);
-    case 2: return column<2>(x, w, next, sums);
-    case 3: return column<3>(x, w, next, sums);
-    default: return column<4>(x, w, next, sums);
-  }
 }
 
 void few_amx(const AmxRows& x, int64_t begin, int64_t end) {
-  alignas(64) float sums[4 * 16 * kPanel];
+  alignas(64) float sums[256];
   for (int64_t p = begin; p < end; ++p) {
-    column_of(x, x.panel(p), x.panel(p + 1), sums);
-    for (int64_t b = 0; b < x.blocks; ++b) put_sums(*x.args, b * 16, p, sums + b * 256);
+    column(x, x.panel(p), x.panel(p + 1), sums);
+    put_sums(*x.args, 0, p, sums);
   }
 }
 
 void few_gated(const AmxRows& x, int64_t begin, int64_t end, int64_t twin, octavo::Activation kind) {
-  alignas(64) float sums[4 * 16 * kPanel], up[4 * 16 * kPanel];
+  alignas(64) float sums[256], up[256];
   for (int64_t p = begin; p < end; ++p) {
-    column_of(x, x.panel(p), x.panel(p + twin), sums);
-    column_of(x, x.panel(p + twin), x.panel(p + 1), up);
-    for (int64_t b = 0; b < x.blocks; ++b) put_gated(*x.args, kind, b * 16, p, twin, sums + b * 256, up + b * 256);
+    column(x, x.panel(p), x.panel(p + twin), sums);
+    column(x, x.panel(p + twin), x.panel(p + 1), up);
+    put_gated(*x.args, kind, 0, p, twin, sums, up);
   }
 }
 
@@ -180,10 +152,10 @@ OCTAVO_INLINE void square(const AmxRows& x, int64_t block, const PanelPair& pair
   for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
     load_tile(4, rows + i, 64);
     load_tile(6, pair.w + i, 64);
-    multiply_tiles(0, 4, 6);
     load_tile(7, pair.w2 + i, 64);
-    multiply_tiles(1, 4, 7);
     load_tile(5, rows2 + i, 64);
+    multiply_tiles(0, 4, 6);
+    multiply_tiles(1, 4, 7);
     multiply_tiles(2, 5, 6);
     multiply_tiles(3, 5, 7);
     for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
@@ -203,8 +175,8 @@ OCTAVO_INLINE void half_square(const AmxRows& x, int64_t block, const PanelPair&
   for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
     load_tile(4, rows + i, 64);
     load_tile(6, pair.w + i, 64);
-    multiply_tiles(0, 4, 6);
     load_tile(7, pair.w2 + i, 64);
+    multiply_tiles(0, 4, 6);
     multiply_tiles(1, 4, 7);
   }
   store_tile(0, sums, 64);
@@ -244,11 +216,29 @@ void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin
   }
 }
 
+// Memory of a thread that grows with the largest request. Null: none is left.
+struct Scratch {
+  char* memory = nullptr;
+  size_t room = 0;
+  ~Scratch() { free(memory); }
+  void* take(size_t bytes) {
+    if (bytes > room) {
+      free(memory);
+      room = (bytes + 4095) / 4096 * 4096;
+      memory = (char*)aligned_alloc(64, room);
+      if (!memory) room = 0;
+    }
+    return memory;
+  }
+};
+
 // Calls run(rows) with the rounded rows of x. False: out of memory.
 template <class F>
 bool with_tiles(const LinearArgs& a, const F& run) {
   AmxRows x = {&a, nullptr, a.k / kStepInputs, (a.m + 15) / 16};
-  x.tiles = (bf16*)aligned_alloc(64, (size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
+  // Kept from call to call: given back, megabytes would be cleared by the system each time.
+  static thread_local Scratch scratch;
+  x.tiles = (bf16*)scratch.take((size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
   if (!x.tiles) return false;
   switch (a.x_type) {
     case DType::f32: round_rows<float>(x); break;
@@ -256,7 +246,6 @@ bool with_tiles(const LinearArgs& a, const F& run) {
     case DType::f16: round_rows<f16>(x); break;
   }
   run(x);
-  free(x.tiles);
   return true;
 }
 

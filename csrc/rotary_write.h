@@ -15,7 +15,7 @@ template <class T, class IO>
 void rotary_write_typed(const RotaryWriteArgs& a) {
   const RotaryArgs& q = a.query;
   const WriteArgs& w = a.write;
-#pragma omp parallel for schedule(static) if (q.threaded)
+#pragma omp parallel for schedule(dynamic, 8) if (q.threaded)
   for (int64_t t = 0; t < q.tokens; ++t) {
     const float *cos = q.cos + t * q.dim, *sin = q.sin + t * q.dim;
     for (int64_t h = 0; h < q.heads; ++h)

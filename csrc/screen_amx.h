@@ -176,30 +176,42 @@ void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, co
 
 // ---- Products ------------------------------------------------------------------------------------------------------------
 
-// R tiles of rows, from `x` on, times a panel: sums [R][16 outputs][16 rows].
-template <int R>
-OCTAVO_INLINE void byte_column(const int8_t* codes, const int8_t* x, int64_t depth, bool first, int32_t* sums) {
+// A panel times a tile of rows: sums [16 outputs][16 rows].
+OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth, bool first, int32_t* sums) {
   zero_tile(0);
-  if (R > 1) zero_tile(1);
-  if (R > 2) zero_tile(2);
-  const int64_t apart = depth * 1024;
-  for (int64_t s = 0; s < depth; ++s, x += 1024, codes += 1024) {
-    if (first) ask_step((const bf16*)(codes + 4 * 1024));  // panels follow one another
-    load_tile(7, codes, 64);
-    load_tile(4, x, 64);
-    multiply_byte_tiles(0, 7, 4);
-    if (R > 1) {
-      load_tile(5, x + apart, 64);
-      multiply_byte_tiles(1, 7, 5);
-    }
-    if (R > 2) {
-      load_tile(6, x + 2 * apart, 64);
-      multiply_byte_tiles(2, 7, 6);
-    }
+  for (int64_t s = 0; s < depth * 1024; s += 1024) {
+    if (first) ask_tile<3>(codes + s + 4 * 1024);  // panels follow one another
+    load_tile(4, codes + s, 64);
+    load_tile(6, x + s, 64);
+    multiply_byte_tiles(0, 4, 6);
   }
   store_tile(0, sums, 64);
-  if (R > 1) store_tile(1, sums + 256, 64);
-  if (R > 2) store_tile(2, sums + 512, 64);
+}
+
+// Two panels times two tiles of rows: sums [2 tiles of rows][2 panels][16][16]. first: the panels come from memory.
+OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, bool first,
+                               int32_t* sums) {
+  zero_tile(0);
+  zero_tile(1);
+  zero_tile(2);
+  zero_tile(3);
+  const int8_t* x2 = x + depth * 1024;
+  const int64_t ahead = 2 * (codes2 - codes);
+  for (int64_t s = 0; s < depth * 1024; s += 1024) {
+    if (first) ask_tile<2>(codes + ahead + s), ask_tile<2>(codes2 + ahead + s);
+    load_tile(4, codes + s, 64);
+    load_tile(6, x + s, 64);
+    load_tile(7, x2 + s, 64);
+    load_tile(5, codes2 + s, 64);
+    multiply_byte_tiles(0, 4, 6);
+    multiply_byte_tiles(1, 5, 6);
+    multiply_byte_tiles(2, 4, 7);
+    multiply_byte_tiles(3, 5, 7);
+  }
+  store_tile(0, sums, 64);
+  store_tile(1, sums + 256, 64);
+  store_tile(2, sums + 512, 64);
+  store_tile(3, sums + 768, 64);
 }
 
 // The largest of a panel's outputs for each of 16 rows, [16 outputs][16 rows] sums.
@@ -214,26 +226,35 @@ OCTAVO_INLINE vec peaks_of(const ScreenArgs& a, int64_t panel, const float* scal
   return a.bias ? best : best * steps;
 }
 
+// Peaks of a panel for tile `block` of rows, from its sums.
+OCTAVO_INLINE void put_peaks(const ScreenArgs& a, const ByteTiles& x, int64_t block, int64_t panel, const float* scales,
+                             const int32_t* sums) {
+  alignas(64) float peaks[16];
+  store_wide(peaks, peaks_of(a, panel, scales, load_wide(x.steps + block * 16), sums));
+  for (int64_t r = 0; r < least(16, a.m - block * 16); ++r) peak_at(a, block * 16 + r, panel) = peaks[r];
+}
+
 // Panels [begin, end), of one block of peaks.
 void byte_panels(const ScreenArgs& a, const ByteTiles& x, int64_t begin, int64_t end) {
   const int64_t bytes = screen_panel_bytes_amx(a.k);
-  alignas(64) int32_t sums[3 * 256];
-  for (int64_t p = begin; p < end; ++p) {
-    const char* panel = (const char*)a.panels + p * bytes;
-    const int8_t* codes = (const int8_t*)panel + 4 * kPanel;
-    for (int64_t b = 0; b < x.blocks; b += 3) {
-      const int64_t count = least(3, x.blocks - b);
-      switch (count) {
-        case 1: byte_column<1>(codes, x.at(b), x.depth, b == 0, sums); break;
-        case 2: byte_column<2>(codes, x.at(b), x.depth, b == 0, sums); break;
-        default: byte_column<3>(codes, x.at(b), x.depth, b == 0, sums);
-      }
-      for (int64_t i = b; i < b + count; ++i) {
-        alignas(64) float peaks[16];
-        store_wide(peaks, peaks_of(a, p, (const float*)panel, load_wide(x.steps + i * 16), sums + (i - b) * 256));
-        for (int64_t r = 0; r < least(16, a.m - i * 16); ++r) peak_at(a, i * 16 + r, p) = peaks[r];
+  alignas(64) int32_t sums[4 * 256];
+  for (int64_t p = begin; p < end; p += 2) {
+    const char *panel = (const char*)a.panels + p * bytes, *panel2 = p + 1 < end ? panel + bytes : panel;
+    const auto codes = [](const char* at) { return (const int8_t*)at + 4 * kPanel; };
+    int64_t b = 0;
+    for (; b + 2 <= x.blocks; b += 2) {
+      byte_square(codes(panel), codes(panel2), x.at(b), x.depth, b == 0, sums);
+      for (int i = 0; i < 2; ++i) {
+        put_peaks(a, x, b + i, p, (const float*)panel, sums + i * 512);
+        if (panel2 != panel) put_peaks(a, x, b + i, p + 1, (const float*)panel2, sums + i * 512 + 256);
       }
     }
+    if (b == x.blocks) continue;
+    byte_tile(codes(panel), x.at(b), x.depth, b == 0, sums);
+    put_peaks(a, x, b, p, (const float*)panel, sums);
+    if (panel2 == panel) continue;
+    byte_tile(codes(panel2), x.at(b), x.depth, b == 0, sums);
+    put_peaks(a, x, b, p + 1, (const float*)panel2, sums);
   }
 }
 
