@@ -15,6 +15,10 @@
 #include "linear.h"
 #include "wide_math.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace {
 
 constexpr int64_t kStepInputs = 32;          // inputs of a tile step
@@ -216,17 +220,23 @@ void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin
   }
 }
 
-// Memory of a thread that grows with the largest request. Null: none is left.
+// Memory of a thread that grows with the largest request, on huge pages where there is much of it: rows pass once for
+// every two panels, and would need thousands of small ones. Null: none is left.
 struct Scratch {
+  static constexpr size_t kHugePage = size_t{2} << 20;
   char* memory = nullptr;
   size_t room = 0;
   ~Scratch() { free(memory); }
   void* take(size_t bytes) {
     if (bytes > room) {
       free(memory);
-      room = (bytes + 4095) / 4096 * 4096;
-      memory = (char*)aligned_alloc(64, room);
+      const size_t page = bytes < kHugePage ? 4096 : kHugePage;
+      room = (bytes + page - 1) / page * page;
+      memory = (char*)aligned_alloc(page, room);
       if (!memory) room = 0;
+#if defined(__linux__)
+      if (room >= kHugePage) madvise(memory, room, MADV_HUGEPAGE);  // advice: a refusal costs speed only
+#endif
     }
     return memory;
   }
