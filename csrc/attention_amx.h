@@ -76,7 +76,8 @@ bool place_segment(const AttentionArgs& a, const int32_t* table, int32_t head, c
   return true;
 }
 
-// Its values in pairs, zeros around those that exist: what is multiplied by zero must be finite.
+// Its values in pairs, zeros around those that exist: what is multiplied by zero must be finite. (For few rows too, in one
+// go: pairs of 32 columns at a time would stay in the first-level cache, but values read in such pieces come slower.)
 void pair_segment(const TileWork& w, const Segment& s, int d) {
   const int low = s.begin - s.origin, high = s.end - s.origin;
   const auto value = [&](int k) { return k >= low && k < high ? s.values[k] : nullptr; };
@@ -121,50 +122,58 @@ void join_wide(float* max, float* sum_, float* total, float max2, float sum2, co
   *max = top;
 }
 
-// Rows [first, first + count), up to 32, of an item against a segment. keys: what is needed after it. state(r): where a
-// split item keeps the segment of row r.
-template <class State>
-void attend_segment(const AttentionArgs& a, const AttentionItem& it, const TileWork& w, const View& view, Segment& s,
-                    Asker& keys, int first, int count, const State& state) {
+// Rows [first, first + count), up to 32, of an item against a segment: sums in `w`. False: none of them sees any of it.
+// keys: what is needed after it.
+bool attend_rows(const AttentionArgs& a, const AttentionItem& it, const TileWork& w, const View& view, Segment& s,
+                 Asker& keys, int first, int count) {
   const int d = a.head_dim;
   const int32_t seen = greater(view.low(first), s.begin), until = smaller(view.high(first + count - 1), s.end);
-  if (seen < until) {
-    const int from = (seen - s.origin) / kStepKeys, to = (until - s.origin + kStepKeys - 1) / kStepKeys;
-    const bf16* query = w.query + (int64_t)first * d;
-    // Few rows wait for memory: while scores are computed, values are on their way, and then the keys that come next.
-    Asker values = s.paired ? Asker() : asker_of(a, it.row, it.head, a.value_offset, s.begin, s.end);
-    for (int step = from; step < to; ++step) {
-      const bf16 *run = s.keys[2 * step], *run2 = s.keys[2 * step + 1];
-      if (count > kTileRows)
-        score_square(query, run, run2, d, w.scores + step * kStepKeys);
-      else
-        score_pair(query, run, run2, d, values, w.scores + step * kStepKeys);
-    }
-    for (int r = 0; r < count; ++r) {
-      const int low = greater(view.low(first + r), s.begin) - s.origin, high = smaller(view.high(first + r), s.end) - s.origin;
-      bf16* weights = w.weights + r / kTileRows * kSteps * kTileNumbers + r % kTileRows * kStepKeys;
-      soften_row(a, w.scores + r * kSegment, low, high, from, to, weights, w.max[r], w.sum[r]);
-    }
-    if (!s.paired) pair_segment(w, s, d), s.paired = true;
-    // Rows of a tile that do not exist: their sums are not read, whatever they are.
+  if (seen >= until) return false;
+  const int from = (seen - s.origin) / kStepKeys, to = (until - s.origin + kStepKeys - 1) / kStepKeys;
+  const bf16* query = w.query + (int64_t)first * d;
+  // Few rows wait for memory: while scores are computed, values are on their way, and then the keys that come next.
+  Asker values = s.paired ? Asker() : asker_of(a, it.row, it.head, a.value_offset, s.begin, s.end);
+  for (int step = from; step < to; ++step) {
+    const bf16 *run = s.keys[2 * step], *run2 = s.keys[2 * step + 1];
     if (count > kTileRows)
-      weigh_square(w, d, from, to);
+      score_square(query, run, run2, d, w.scores + step * kStepKeys);
     else
-      weigh_pair(w, d, from, to, keys);
+      score_pair(query, run, run2, d, values, w.scores + step * kStepKeys);
   }
   for (int r = 0; r < count; ++r) {
-    const float max = seen < until ? w.max[r] : kMinusInf, sum_ = seen < until ? w.sum[r] : 0;
+    const int low = greater(view.low(first + r), s.begin) - s.origin;
+    const int high = smaller(view.high(first + r), s.end) - s.origin;
+    bf16* weights = w.weights + r / kTileRows * kSteps * kTileNumbers + r % kTileRows * kStepKeys;
+    soften_row(a, w.scores + r * kSegment, low, high, from, to, weights, w.max[r], w.sum[r]);
+  }
+  if (!s.paired) pair_segment(w, s, d), s.paired = true;
+  // Rows of a tile that do not exist: their sums are not read, whatever they are.
+  if (count > kTileRows)
+    weigh_square(w, d, from, to);
+  else
+    weigh_pair(w, d, from, to, keys);
+  return true;
+}
+
+// What `attend_rows` left, to the rows' totals, or to where a split item keeps its segments, `states` [rows][d + 2].
+void put_rows(const TileWork& w, int first, int count, int d, float* states) {
+  for (int r = 0; r < count; ++r) {
     const float* acc = w.acc + (int64_t)r * d;
-    if (it.slot >= 0) {
-      float* to = state(first + r);
-      to[0] = max, to[1] = sum_;
-      if (max == kMinusInf)
-        memset(to + 2, 0, (size_t)d * sizeof(float));
-      else
-        memcpy(to + 2, acc, (size_t)d * sizeof(float));
+    const int row = first + r;
+    if (states) {
+      float* state = states + (int64_t)row * (d + 2);
+      state[0] = w.max[r], state[1] = w.sum[r];
+      memcpy(state + 2, acc, (size_t)d * sizeof(float));
     } else {
-      join_wide(w.total_max + first + r, w.total_sum + first + r, w.total + (int64_t)(first + r) * d, max, sum_, acc, d);
+      join_wide(w.total_max + row, w.total_sum + row, w.total + (int64_t)row * d, w.max[r], w.sum[r], acc, d);
     }
+  }
+}
+
+void put_nothing(int first, int count, int d, float* states) {
+  for (float* state = states + (int64_t)first * (d + 2); count > 0; --count, state += d + 2) {
+    memset(state, 0, (size_t)(d + 2) * sizeof(float));
+    state[0] = kMinusInf;
   }
 }
 
@@ -205,11 +214,14 @@ bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, const Atte
     Asker keys = s.end < limit ? asker_of(a, it.row, it.head, 0, s.end, smaller(limit, s.end + kSegment))
                  : next        ? first_keys(a, *next)
                                : Asker();
-    const auto state = [&](int r) {
-      return a.scratch + (it.slot + (int64_t)(segment - it.first_segment) * rows + r) * (d + 2);
-    };
-    for (int first = 0; first < rows; first += kMostRows)
-      attend_segment(a, it, w, view, s, keys, first, smaller(kMostRows, rows - first), state);
+    float* states = it.slot < 0 ? nullptr : a.scratch + (it.slot + (int64_t)(segment - it.first_segment) * rows) * (d + 2);
+    for (int first = 0; first < rows; first += kMostRows) {
+      const int count = smaller(kMostRows, rows - first);
+      if (attend_rows(a, it, w, view, s, keys, first, count))
+        put_rows(w, first, count, d, states);
+      else if (states)
+        put_nothing(first, count, d, states);
+    }
   }
   if (it.slot < 0) finish_tiles<IO>(a, token, it.head, group, rows, w);
   return true;

@@ -253,6 +253,7 @@ OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
   }
 }
 
+// The same of one tile of rows.
 OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to, Asker& asker) {
   const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers;
   for (int j = 0; j < d; j += 32) {

@@ -9,11 +9,14 @@ namespace {
 int64_t multiply_adds_amx(DType type, int64_t rounds, float* result) {
   if (type != DType::bf16) return multiply_adds(type, rounds, result);
   const TileScope scope;
-  alignas(64) float sums[16 * 16] = {*result};
-  load_tile(4, sums, 64);  // as pairs of bfloat16: zeros, but for the first
-  load_tile(5, sums, 64);
-  load_tile(6, sums, 64);
-  load_tile(7, sums, 64);
+  // Numbers near one: a processor that saves power multiplies zeros a fifth faster than weights.
+  alignas(64) uint16_t numbers[kTileNumbers];
+  for (int i = 0; i < kTileNumbers; ++i) numbers[i] = (uint16_t)(0x3F00 + i * 37 % 256 + (*result > 0));
+  alignas(64) float sums[16 * 16];
+  load_tile(4, numbers, 64);
+  load_tile(5, numbers, 64);
+  load_tile(6, numbers, 64);
+  load_tile(7, numbers, 64);
   zero_tile(0);
   zero_tile(1);
   zero_tile(2);

@@ -242,13 +242,17 @@ struct Scratch {
   }
 };
 
+// One for all products of a thread. Given back after each, megabytes would be cleared by the system again and again.
+Scratch& scratch() {
+  static thread_local Scratch memory;
+  return memory;
+}
+
 // Calls run(rows) with the rounded rows of x. False: out of memory.
 template <class F>
 bool with_tiles(const LinearArgs& a, const F& run) {
   AmxRows x = {&a, nullptr, a.k / kStepInputs, (a.m + 15) / 16};
-  // Kept from call to call: given back, megabytes would be cleared by the system each time.
-  static thread_local Scratch scratch;
-  x.tiles = (bf16*)scratch.take((size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
+  x.tiles = (bf16*)scratch().take((size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
   if (!x.tiles) return false;
   switch (a.x_type) {
     case DType::f32: round_rows<float>(x); break;
