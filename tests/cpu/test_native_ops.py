@@ -52,6 +52,20 @@ def strided(rows: int, width: int, seed: int, dtype: torch.dtype = torch.float32
 # -- linear ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_pass_a_panel_in_one_go(dtype: torch.dtype) -> None:
+    """Rows of 2,048 inputs go by 256 at a time on tiles; an odd number of panels, a last block that is cut off."""
+    weight = torch.randn((72, 2048), generator=torch.Generator().manual_seed(2)).to(dtype)
+    linear, x = ops(dtype).linear(weight), strided(600, 2048, 3)
+    for count in (1, 2):
+        with threads(count):
+            out = linear(x)
+            taken = x.to(dtype) if rounds_inputs(dtype, 2048) else x
+            torch.testing.assert_close(out.double(), taken.double() @ weight.double().T, rtol=1e-5, atol=2e-4)
+            for start, end in ((0, 1), (255, 257), (271, 289), (590, 600)):
+                assert torch.equal(linear(x[start:end]), out[start:end])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(640, 320), (33, 1000), (1, 1), (16, 257), (250, 7), (129, 512)])
