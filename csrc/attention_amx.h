@@ -98,11 +98,8 @@ Asker asker_of(const AttentionArgs& a, int32_t row, int32_t head, int64_t offset
 
 // The keys that an item reads in its first segment.
 Asker first_keys(const AttentionArgs& a, const AttentionItem& it) {
-  const Row& row = a.rows[it.row];
-  const View view = {row.context_len - row.query_len + it.first_query, a.num_heads / a.num_kv_heads, a.window};
-  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
-  const int32_t limit = smaller(view.high((it.end_query - it.first_query) * view.group - 1), it.end_segment * kSegment);
-  return asker_of(a, it.row, it.head, 0, begin, smaller(limit, (begin / kSegment + 1) * kSegment));
+  const ItemRange range = range_of(a, it);
+  return asker_of(a, it.row, it.head, 0, range.begin, smaller(range.limit, (range.begin / kSegment + 1) * kSegment));
 }
 
 // (max, sum, acc) of a segment joined to the total before it: `join` in wide vectors.
@@ -194,17 +191,14 @@ void finish_tiles(const AttentionArgs& a, int32_t token, int32_t head, int group
 // next: the item that this thread gets next, as far as one can tell; or null.
 template <class IO>
 bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, const AttentionItem* next, float* memory) {
-  const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;
-  const int rows = (it.end_query - it.first_query) * group;
-  const Row& row = a.rows[it.row];
-  const View view = {row.context_len - row.query_len + it.first_query, group, a.window};
+  const auto [view, rows, begin, limit] = range_of(a, it);
+  const int d = a.head_dim, group = view.group;
   const TileWork w = carve_tiles(memory, a.max_rows, d);
-  const int32_t token = row.query_start + it.first_query;
-  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
-  const int32_t limit = smaller(view.high(rows - 1), it.end_segment * kSegment);
-  pack_queries<IO>(rows, d, w.query, [&](int r) {
+  const int32_t token = a.rows[it.row].query_start + it.first_query;
+  const auto query_of = [&](int r) {
     return (const IO*)a.query + (token + r / group) * a.query_stride + (int64_t)(it.head * group + r % group) * d;
-  });
+  };
+  pack_queries<IO>(rows, d, w.query, query_of);
   start_totals(w, rows, d);
   for (int32_t segment = begin / kSegment; segment * kSegment < limit; ++segment) {
     Segment s;

@@ -150,16 +150,25 @@ void put_segment(const AttentionArgs& a, const AttentionItem& it, const Work& w,
   }
 }
 
+// What an item's rows may see, and the keys [begin, limit) that it reads.
+struct ItemRange {
+  View view;
+  int32_t rows, begin, limit;
+};
+OCTAVO_INLINE ItemRange range_of(const AttentionArgs& a, const AttentionItem& it) {
+  const Row& row = a.rows[it.row];
+  const int32_t group = a.num_heads / a.num_kv_heads, rows = (it.end_query - it.first_query) * group;
+  const View view = {row.context_len - row.query_len + it.first_query, group, a.window};
+  return {view, rows, greater(view.low(0), it.first_segment * kSegment),
+          smaller(view.high(rows - 1), it.end_segment * kSegment)};
+}
+
 template <class T, class IO>
 bool attend_item(const AttentionArgs& a, const AttentionItem& it, float* memory) {
-  const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;
-  const int rows = (it.end_query - it.first_query) * group;
-  const Row& row = a.rows[it.row];
-  const View view = {row.context_len - row.query_len + it.first_query, group, a.window};
+  const auto [view, rows, begin, limit] = range_of(a, it);
+  const int d = a.head_dim, group = view.group;
   const Work w = carve(memory, a.max_rows, d, kTile);
-  const int32_t token = row.query_start + it.first_query;
-  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
-  const int32_t limit = smaller(view.high(rows - 1), it.end_segment * kSegment);
+  const int32_t token = a.rows[it.row].query_start + it.first_query;
   const int32_t* table = a.table + it.row * a.table_stride;
   load_queries<T, IO>(a, token, it.head, group, rows, w.query);
   clear_total(w, rows, d);

@@ -146,15 +146,11 @@ void attend_tile_quantized(const AttentionArgs& a, const WorkQ& q, const View& v
 // As `attend_item` in attention_float.h.
 template <class IO>
 bool attend_item_quantized(const AttentionArgs& a, const AttentionItem& it, float* memory) {
-  const int d = a.head_dim, group = a.num_heads / a.num_kv_heads;
-  const int rows = (it.end_query - it.first_query) * group;
-  const Row& row = a.rows[it.row];
-  const View view = {row.context_len - row.query_len + it.first_query, group, a.window};
+  const auto [view, rows, begin, limit] = range_of(a, it);
+  const int d = a.head_dim, group = view.group;
   const WorkQ q = carve_quantized(memory, a.max_rows, d);
   const Work& w = q.w;
-  const int32_t token = row.query_start + it.first_query;
-  const int32_t begin = greater(view.low(0), it.first_segment * kSegment);
-  const int32_t limit = smaller(view.high(rows - 1), it.end_segment * kSegment);
+  const int32_t token = a.rows[it.row].query_start + it.first_query;
   const int32_t* table = a.table + it.row * a.table_stride;
   load_queries<float, IO>(a, token, it.head, group, rows, w.query);
   for (int r = 0; r < rows; ++r)

@@ -24,7 +24,7 @@ constexpr int kTileRows = 16, kMostRows = 32;  // rows of a tile; rows that pass
 constexpr int kStepKeys = 32, kSteps = kSegment / kStepKeys;  // keys of a step of weighted values
 constexpr int kRunKeys = 16, kRuns = kSegment / kRunKeys;     // keys of a tile of them
 
-// What a thread needs, cut from its working memory; sizes in `amx_work_floats`.
+// What a thread needs, cut from its working memory; sizes in `attention_work_amx`.
 struct TileWork {
   float *total, *total_max, *total_sum;  // [rows, d], [rows], [rows]: the segments before
   float* acc;                            // [32, d]: of the segment at hand, in the order of `pair_values`
@@ -145,24 +145,12 @@ struct Asker {
 OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16* keys2, int d, float* scores) {
   alignas(64) float turned[4 * 256];
   const int64_t stride = (int64_t)d * 2, apart = (int64_t)kTileRows * d;
-  zero_tile(0);
-  zero_tile(1);
-  zero_tile(2);
-  zero_tile(3);
+  zero_square();
   for (int j = 0; j < d; j += 32) {
-    load_tile(4, keys + j, stride);
-    load_tile(6, query + (int64_t)j * kTileRows, 64);
-    load_tile(7, query + apart + (int64_t)j * kTileRows, 64);
-    load_tile(5, keys2 + j, stride);
-    multiply_tiles(0, 4, 6);
-    multiply_tiles(1, 4, 7);
-    multiply_tiles(2, 5, 6);
-    multiply_tiles(3, 5, 7);
+    const bf16* rows = query + (int64_t)j * kTileRows;
+    multiply_square(keys + j, keys2 + j, stride, rows, rows + apart);
   }
-  store_tile(0, turned, 64);
-  store_tile(1, turned + 256, 64);
-  store_tile(2, turned + 512, 64);
-  store_tile(3, turned + 768, 64);
+  store_square(turned);
   transpose16(turned, scores, kSegment);
   transpose16(turned + 256, scores + kTileRows * kSegment, kSegment);
   transpose16(turned + 512, scores + kRunKeys, kSegment);
@@ -231,20 +219,11 @@ OCTAVO_INLINE void soften_row(const AttentionArgs& a, float* scores, int low, in
 OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
   const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers, apart = kSteps * kTileNumbers;
   for (int j = 0; j < d; j += 32) {
-    zero_tile(0);
-    zero_tile(1);
-    zero_tile(2);
-    zero_tile(3);
+    zero_square();
     const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
     for (int s = from; s < to; ++s) {
-      load_tile(4, w.weights + s * kTileNumbers, 64);
-      load_tile(6, v + s * depth, 64);
-      load_tile(7, v + s * depth + kTileNumbers, 64);
-      load_tile(5, w.weights + apart + s * kTileNumbers, 64);
-      multiply_tiles(0, 4, 6);
-      multiply_tiles(1, 4, 7);
-      multiply_tiles(2, 5, 6);
-      multiply_tiles(3, 5, 7);
+      const bf16* rows = w.weights + s * kTileNumbers;
+      multiply_square(rows, rows + apart, 64, v + s * depth, v + s * depth + kTileNumbers);
     }
     store_tile(0, w.acc + j, stride);
     store_tile(1, w.acc + j + 16, stride);
@@ -261,11 +240,7 @@ OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to, Asker&
     zero_tile(1);
     const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
     for (int s = from; s < to; ++s) {
-      load_tile(4, w.weights + s * kTileNumbers, 64);
-      load_tile(6, v + s * depth, 64);
-      load_tile(7, v + s * depth + kTileNumbers, 64);
-      multiply_tiles(0, 4, 6);
-      multiply_tiles(1, 4, 7);
+      multiply_half(w.weights + s * kTileNumbers, v + s * depth, v + s * depth + kTileNumbers);
       asker.ask();
     }
     store_tile(0, w.acc + j, stride);

@@ -1,6 +1,7 @@
 // `HeadScreen`: the largest output of each row of a large product, without reading all of its weights.
 //
-// A second copy in six or eight bits (screen_panels.h, screen_amx.h) says of every panel of 16 outputs how large they are at most: by Cauchy
+// A second copy in six or eight bits (screen_panels.h, screen_amx.h) says of every panel of 16 outputs how large they are
+// at most: by Cauchy
 // and Schwarz, an output is no further from what the copy gives than |x| |w - w'| + |x - x'| |w'|, where x' and w' are
 // what the copy multiplies. The weights themselves are read only for panels that could hold the largest output.
 //

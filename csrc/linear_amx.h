@@ -3,8 +3,7 @@
 // x is rounded to bfloat16 once, into tiles of 16 rows and 32 inputs that lie in a KiB each. A pair panel (kernels.h) is
 // a run of weight tiles as it lies: 16 pairs of inputs times 16 outputs. Up to 16 rows wait for memory: panels go by one
 // after the other. More rows wait for the tile unit: two tiles of rows times two panels share four loads among four
-// products. All four loads come first: a processor that shares its core with another thread has few tiles to rename, and
-// loads between products then wait for them (an eighth of the time).
+// products.
 //
 // Invariant: every output is one sum, tile step by tile step in the order of the inputs, whatever the number of rows or
 // threads: a row alone and the same row among 512 have the same bits. (They differ from those of the other instruction
@@ -147,28 +146,15 @@ struct PanelPair {
 // Two tiles of rows, `block` on, times two panels: sums [2 rows][2 panels][16][16]. ahead: bytes of the panels to come
 // that others have asked for; lines: of each, to ask for at every step.
 OCTAVO_INLINE void square(const AmxRows& x, int64_t block, const PanelPair& pair, int64_t ahead, int64_t lines, float* sums) {
-  zero_tile(0);
-  zero_tile(1);
-  zero_tile(2);
-  zero_tile(3);
+  zero_square();
   const bf16 *rows = x.at(block), *rows2 = x.at(block + 1);
   const char *next = (const char*)pair.next + ahead, *next2 = (const char*)pair.next2 + ahead;
   for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
-    load_tile(4, rows + i, 64);
-    load_tile(6, pair.w + i, 64);
-    load_tile(7, pair.w2 + i, 64);
-    load_tile(5, rows2 + i, 64);
-    multiply_tiles(0, 4, 6);
-    multiply_tiles(1, 4, 7);
-    multiply_tiles(2, 5, 6);
-    multiply_tiles(3, 5, 7);
+    multiply_square(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
     for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
       __builtin_prefetch(next, 0, 2), __builtin_prefetch(next2, 0, 2);
   }
-  store_tile(0, sums, 64);
-  store_tile(1, sums + 256, 64);
-  store_tile(2, sums + 512, 64);
-  store_tile(3, sums + 768, 64);
+  store_square(sums);
 }
 
 // The same of one tile of rows.
@@ -176,13 +162,7 @@ OCTAVO_INLINE void half_square(const AmxRows& x, int64_t block, const PanelPair&
   zero_tile(0);
   zero_tile(1);
   const bf16* rows = x.at(block);
-  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
-    load_tile(4, rows + i, 64);
-    load_tile(6, pair.w + i, 64);
-    load_tile(7, pair.w2 + i, 64);
-    multiply_tiles(0, 4, 6);
-    multiply_tiles(1, 4, 7);
-  }
+  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) multiply_half(rows + i, pair.w + i, pair.w2 + i);
   store_tile(0, sums, 64);
   store_tile(1, sums + 256, 64);
 }
@@ -242,7 +222,7 @@ struct Scratch {
   }
 };
 
-// One for all products of a thread. Given back after each, megabytes would be cleared by the system again and again.
+// One for all products and screens of a thread, which do not call one another. Given back after each, megabytes would be cleared by the system again and again.
 Scratch& scratch() {
   static thread_local Scratch memory;
   return memory;

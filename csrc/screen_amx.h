@@ -98,10 +98,8 @@ bool byte_outputs(const W* panel, int64_t k, int v, f8* room, int8_t* codes, flo
 
 template <class W>
 void byte_panel(const octavo::ScreenPanelArgs& a) {
-  constexpr int64_t kRoom = 64;  // blocks of rotated inputs on the stack
-  alignas(64) f8 stack[kRoom * 8];
   const int64_t inputs = rotated_inputs(a.k);
-  f8* room = inputs <= kRoom * 8 ? stack : (f8*)aligned_alloc(64, (size_t)inputs * sizeof(f8));
+  f8* room = (f8*)scratch().take((size_t)inputs * sizeof(f8));
   *a.size = 0, *a.error = __builtin_inff();  // so that nobody relies on it
   if (!room) return;
   const float slack = 1.0001f + (float)inputs * 0x1p-24f;
@@ -115,7 +113,6 @@ void byte_panel(const octavo::ScreenPanelArgs& a) {
     left = error > left ? error : left;
   }
   *a.size = most, *a.error = left;
-  if (room != stack) free(room);
 }
 
 // One panel of floats; outputs that do not exist are zeros there.
@@ -191,10 +188,7 @@ OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth
 // Two panels times two tiles of rows: sums [2 tiles of rows][2 panels][16][16]. first: the panels come from memory.
 OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, bool first,
                                int32_t* sums) {
-  zero_tile(0);
-  zero_tile(1);
-  zero_tile(2);
-  zero_tile(3);
+  zero_square();
   const int8_t* x2 = x + depth * 1024;
   const int64_t ahead = 2 * (codes2 - codes);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
@@ -208,10 +202,7 @@ OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const 
     multiply_byte_tiles(2, 4, 7);
     multiply_byte_tiles(3, 5, 7);
   }
-  store_tile(0, sums, 64);
-  store_tile(1, sums + 256, 64);
-  store_tile(2, sums + 512, 64);
-  store_tile(3, sums + 768, 64);
+  store_square(sums);
 }
 
 // The largest of a panel's outputs for each of 16 rows, [16 outputs][16 rows] sums.
@@ -264,7 +255,7 @@ bool screen_amx(const ScreenArgs& a) {
   ByteTiles x;
   x.blocks = (a.m + 15) / 16, x.depth = inputs / kByteInputs;
   const size_t codes = (size_t)(x.blocks * x.depth) * 1024, steps = (size_t)x.blocks * 64;
-  char* memory = (char*)aligned_alloc(64, codes + steps + (size_t)(a.m * inputs) * sizeof(float));
+  char* memory = (char*)scratch().take(codes + steps + (size_t)(a.m * inputs) * sizeof(float));
   if (!memory) return false;
   x.codes = (int8_t*)memory, x.steps = (float*)(memory + codes);
   memset(memory, 0, codes + steps);
@@ -285,7 +276,6 @@ bool screen_amx(const ScreenArgs& a) {
     for (int64_t p = end; p < begin + kScreenBlock; ++p)
       for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, p) = -__builtin_inff();
   });
-  free(memory);
   return true;
 }
 

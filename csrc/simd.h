@@ -250,20 +250,30 @@ OCTAVO_INLINE i8 to_int(f8 x) {
 // p * 2^n for integers n in [-126, 127].
 OCTAVO_INLINE f8 scale_by_power(f8 p, f8 n) { return p * as_float((to_int(n) + splat_int(127)) << 23); }
 
+// e^(x - n ln 2) for x within ln 2 / 2 of n ln 2, in vectors of any width: all(c) is one of c, add(a, b, c) is a * b + c.
+template <class V, class All, class Add>
+OCTAVO_INLINE V exp_rest(V n, V x, All all, Add add) {
+  V r = add(n, all(-0.693145751953125f), x);  // ln 2 in two parts, the first with few enough bits to be exact
+  r = add(n, all(-1.42860682030941723212e-6f), r);
+  V p = all(1.9875691500e-4f);  // Cephes' polynomial for (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]
+  p = add(p, r, all(1.3981999507e-3f));
+  p = add(p, r, all(8.3334519073e-3f));
+  p = add(p, r, all(4.1665795894e-2f));
+  p = add(p, r, all(1.6666665459e-1f));
+  p = add(p, r, all(5.0000001201e-1f));
+  return add(p, r * r, r) + all(1.0f);
+}
+OCTAVO_INLINE f8 exp_rest(f8 n, f8 x) {
+  return exp_rest(n, x, [](float c) __attribute__((always_inline)) { return splat(c); },
+                  [](f8 a, f8 b, f8 c) __attribute__((always_inline)) { return fma(a, b, c); });
+}
+
 // e^x. exp(0) is exactly 1; below -87.3 exactly 0 (the results would be subnormal); above 88.7 infinity.
 OCTAVO_INLINE f8 exp8(f8 x) {
   const f8 low = splat(-87.336544f), high = splat(88.72283f);
   const f8 y = select(x < low, low, select(x > high, high, x));
   const f8 n = round_small(select(y == y, y, splat(0)) * splat(1.44269504088896341f));
-  f8 r = fma(n, splat(-0.693145751953125f), y);  // ln 2 in two parts, the first with few enough bits to be exact
-  r = fma(n, splat(-1.42860682030941723212e-6f), r);
-  f8 p = splat(1.9875691500e-4f);  // Cephes' polynomial for (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
+  f8 p = exp_rest(n, y);
   // 2^n in two factors: n = 128 is out of range for one.
   const i8 whole = to_int(n), half = whole >> 1;
   p = p * as_float((half + splat_int(127)) << 23) * as_float((whole - half + splat_int(127)) << 23);
@@ -277,15 +287,7 @@ OCTAVO_INLINE f8 exp_down(f8 x) {
   const i8 under = x < low;
   const f8 y = select(under, low, x);
   const f8 n = round_small(y * splat(1.44269504088896341f));
-  f8 r = fma(n, splat(-0.693145751953125f), y);
-  r = fma(n, splat(-1.42860682030941723212e-6f), r);
-  f8 p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
+  const f8 p = exp_rest(n, y);
   // NaN: p is NaN already and stays one when scaled; the integer it converts to is only added to bits.
   return select(under, splat(0.0f), scale_by_power(p, n));
 }

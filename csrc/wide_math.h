@@ -21,17 +21,9 @@ OCTAVO_INLINE vec round_wide(vec x) {
 OCTAVO_INLINE veci to_int_wide(vec x) { return (veci)_mm512_cvtps_epi32((__m512)x); }
 OCTAVO_INLINE __mmask16 below(vec a, vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 
-// r = x - n ln 2; e^r by Cephes' polynomial.
 OCTAVO_INLINE vec exp_rest(vec n, vec x) {
-  vec r = fma(n, splat_wide(-0.693145751953125f), x);
-  r = fma(n, splat_wide(-1.42860682030941723212e-6f), r);
-  vec p = splat_wide(1.9875691500e-4f);
-  p = fma(p, r, splat_wide(1.3981999507e-3f));
-  p = fma(p, r, splat_wide(8.3334519073e-3f));
-  p = fma(p, r, splat_wide(4.1665795894e-2f));
-  p = fma(p, r, splat_wide(1.6666665459e-1f));
-  p = fma(p, r, splat_wide(5.0000001201e-1f));
-  return fma(p, r * r, r) + splat_wide(1.0f);
+  return exp_rest(n, x, [](float c) __attribute__((always_inline)) { return splat_wide(c); },
+                  [](vec a, vec b, vec c) __attribute__((always_inline)) { return fma(a, b, c); });
 }
 
 OCTAVO_INLINE vec exp_wide(vec x) {
