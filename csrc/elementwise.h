@@ -142,7 +142,7 @@ void rotary_typed(const RotaryArgs& a) {
   for (int64_t t = 0; t < a.tokens; ++t) {
     for (int64_t h = 0; h < a.heads; ++h) {
       rotary_head((const T*)a.x + t * a.x_stride + h * a.dim, (T*)a.out + (t * a.heads + h) * a.dim, a.dim,
-                  a.cos + t * a.dim, a.sin + t * a.dim, a.norm, a.eps);
+                  a.cos + a.turn(t), a.sin + a.turn(t), a.norm, a.eps);
     }
   }
 }

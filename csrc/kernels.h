@@ -187,11 +187,13 @@ struct RotaryArgs {
   const void* x;  // [tokens, heads, dim], token stride x_stride
   void* out;      // contiguous
   int64_t x_stride, tokens, heads, dim;
-  const float *cos, *sin;  // [tokens, dim]
+  const float *cos, *sin;  // [tokens, dim], or where `places` are given its rows of them
   const float* norm;       // [dim] or null
   float eps;
   DType type;
   bool threaded;
+  const int64_t* places = nullptr;  // [tokens]
+  constexpr int64_t turn(int64_t token) const { return (places ? places[token] : token) * dim; }
 };
 
 // Queries as in `query`; keys are turned alike, with a norm of their own, on their way into the cache.

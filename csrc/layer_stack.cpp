@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -12,14 +13,8 @@ namespace octavo {
 
 namespace {
 
-// Rows of a table of cos and sin, at `to`: [2, count, dim].
-CosSin turns_at(const CosSin& table, const int64_t* positions, int64_t count, int64_t dim, float* to) {
-  for (int64_t t = 0; t < count; ++t) {
-    std::memcpy(to + t * dim, table.cos + positions[t] * dim, static_cast<size_t>(4 * dim));
-    std::memcpy(to + (count + t) * dim, table.sin + positions[t] * dim, static_cast<size_t>(4 * dim));
-  }
-  return {to, to + count * dim};
-}
+constexpr int64_t kLine = 16;  // floats of a cache line
+int64_t whole_lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 
 // Rows `places`, ascending, to the front.
 void move_to_front(const std::vector<int32_t>& places, float* rows, int64_t dim) {
@@ -39,218 +34,305 @@ void LayerStack::add(StackLayer layer) {
 
 void LayerStack::run(Attention& attention, const StackStep& step) {
   const std::lock_guard<std::mutex> lock(busy_);
-  if (watched_) last_ = Clock::now();
-  prepare(attention, step);
-  const float* first = layers_.front().attention_norm;
-  if (first) norm(step.residual, shape_.hidden, step.tokens, shape_.hidden, first, normed_);
-  count(Part::small);
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    try {
-      layer(i, attention, step);
-    } catch (const std::out_of_range& error) {
-      throw std::out_of_range("layer " + std::to_string(i) + ": " + error.what());
-    }
-  }
+  prepare(step.tokens, attention.partly_wanted() ? static_cast<int64_t>(attention.wanted().size()) : 0);
+  layers(attention, step);
 }
 
-// Places of this step in the memory. Attention's buffers and those of the MLP are never used together.
-void LayerStack::prepare(const Attention& attention, const StackStep& step) {
-  constexpr int64_t kLine = 16;  // floats of a cache line
-  const int64_t tokens = step.tokens, dim = attention.shape().head_dim;
-  int64_t end = 0;
-  const auto take = [&](int64_t floats) {
-    const int64_t start = end;
-    end += (floats + kLine - 1) / kLine * kLine;
-    return start;
-  };
-  const int64_t normed = take(tokens * shape_.hidden), mixed = take(tokens * shape_.hidden), shared = end;
-  const int64_t qkv = take(tokens * qkv_width_), query = take(tokens * query_width_), key = take(tokens * key_width_);
-  const int64_t attended = take(tokens * query_width_), first_end = end;
-  end = shared;
-  const int64_t gate_up = take(tokens * 2 * shape_.inner), gated = take(tokens * gated_stride());
-  end = std::max(end, first_end);
-  const int64_t turns = take(2 * tokens * dim * static_cast<int64_t>(step.tables.size()));
+// ---- Strips ----------------------------------------------------------------------------------------------------------
+
+// A multiple of the threads where there is more than one, so that none waits long for the last.
+LayerStack::Strips LayerStack::strips_of(int64_t tokens) {
+  constexpr int64_t kHeight = 128, kWorth = 192;  // measured: fewer rows wait for weights, more leave the cache
+  const int64_t threads = omp_get_max_threads();
+  if (tokens < std::max<int64_t>(2, threads) * kWorth) return {1, tokens, 1};
+  const int64_t count = ((tokens + kHeight - 1) / kHeight + threads - 1) / threads * threads;
+  const int64_t height = ((tokens + count - 1) / count + kPanel - 1) / kPanel * kPanel;
+  return {(tokens + height - 1) / height, height, threads};
+}
+
+int64_t LayerStack::strip_floats(int64_t height) const {
+  const int64_t attention = whole_lines(height * qkv_width_) + whole_lines(height * key_width_);
+  const int64_t mlp = whole_lines(height * 2 * shape_.inner) + whole_lines(height * gated_stride());
+  return 2 * whole_lines(height * shape_.hidden) + std::max(attention, mlp);
+}
+
+void LayerStack::prepare(int64_t tokens, int64_t wanted) {
+  const auto floats = [&](const Strips& strips) { return strips.owners * strip_floats(strips.height); };
+  const int64_t queries = whole_lines(tokens * query_width_);
+  const int64_t end = 2 * queries + std::max(floats(strips_of(tokens)), floats(strips_of(wanted)));
   if (room_ < end) {
     memory_.reset();  // the old one first: both together would be a peak
     memory_ = std::make_unique<Region>(static_cast<size_t>(end) * sizeof(float));
     room_ = end;
   }
-  float* base = reinterpret_cast<float*>(memory_->start());
-  normed_ = base + normed, mixed_ = base + mixed, qkv_ = base + qkv, query_ = base + query, key_ = base + key;
-  attended_ = base + attended, gate_up_ = base + gate_up, gated_ = base + gated;
-  turns_.clear();
-  for (size_t i = 0; i < step.tables.size(); ++i) {
-    float* at = base + turns + 2 * tokens * dim * static_cast<int64_t>(i);
-    turns_.push_back(turns_at(step.tables[i], step.positions, tokens, dim, at));
-  }
+  query_ = reinterpret_cast<float*>(memory_->start());
+  attended_ = query_ + queries, strips_ = attended_ + queries;
 }
 
-void LayerStack::layer(size_t index, Attention& attention, const StackStep& step) {
-  const StackLayer& l = layers_[index];
-  const bool last = index + 1 == layers_.size();
-  if (last && attention.partly_wanted()) return last_layer(attention, step);
-  attend(index, attention, step.tokens, l.attention_norm ? normed_ : step.residual);
-  mlp(l, step, last ? final_norm_ : layers_[index + 1].attention_norm, last ? step.out : normed_);
+Strip LayerStack::strip(const Strips& strips, int64_t index, int64_t owner, int64_t tokens) const {
+  Strip s{};
+  s.first = index * strips.height, s.tokens = std::min(strips.height, tokens - s.first);
+  s.threaded = strips.count == 1;
+  s.normed = strips_ + owner * strip_floats(strips.height);
+  s.mixed = s.normed + whole_lines(strips.height * shape_.hidden);
+  s.qkv = s.gate_up = s.mixed + whole_lines(strips.height * shape_.hidden);
+  s.key = s.qkv + whole_lines(strips.height * qkv_width_);
+  s.gated = s.gate_up + whole_lines(strips.height * 2 * shape_.inner);
+  if (watched_) s.last = Clock::now();
+  return s;
+}
+
+// work(strip) for all rows of a step. What a thread throws is thrown here.
+template <class F>
+void LayerStack::each_strip(int64_t tokens, const F& work) {
+  const Strips strips = strips_of(tokens);
+  if (strips.count == 1) {  // outside of any parallel region: its kernels open their own
+    Strip s = strip(strips, 0, 0, tokens);
+    work(s);
+    add_seconds(s, 1);
+    return;
+  }
+  std::exception_ptr failure;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t i = 0; i < strips.count; ++i) {
+    Strip s = strip(strips, i, omp_get_thread_num(), tokens);
+    std::exception_ptr thrown;
+    try {
+      work(s);
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+#pragma omp critical(octavo_strip)
+    {
+      if (thrown && !failure) failure = thrown;
+      add_seconds(s, std::min(strips.owners, strips.count));
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+void LayerStack::count(Part part, Strip& s) const {
+  if (!watched_) return;
+  const Clock::time_point now = Clock::now();
+  s.seconds[static_cast<size_t>(part)] += std::chrono::duration<double>(now - s.last).count();
+  s.last = now;
+}
+
+// ---- Layers ----------------------------------------------------------------------------------------------------------
+
+void LayerStack::layers(Attention& attention, const StackStep& step) {
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    try {
+      if (i + 1 == layers_.size() && attention.partly_wanted()) return last_layer(attention, step);
+      each_strip(step.tokens, [&](Strip& s) {
+        if (i) after_attention(i - 1, s, step);
+        before_attention(i, s, attention, step);
+      });
+      const Clock::time_point start = Clock::now();
+      const LayerPlace& at = attention.place_of(i);
+      const GroupStep& group = attention.group_of(i);
+      attention.attend(at.place, at.window, group.table, group.table_stride, query_, query_width_, attended_,
+                       DType::f32);
+      add_seconds(Part::attention, start);
+    } catch (const std::out_of_range& error) {
+      throw std::out_of_range("layer " + std::to_string(i) + ": " + error.what());
+    }
+  }
+  each_strip(step.tokens, [&](Strip& s) { after_attention(layers_.size() - 1, s, step); });
 }
 
 // The last layer where only some tokens' output is read: keys and values of all, and everything else of those.
 void LayerStack::last_layer(Attention& attention, const StackStep& step) {
-  const StackLayer& l = layers_.back();
-  const std::vector<int32_t>& wanted = attention.wanted();
+  const size_t last = layers_.size() - 1;
+  const StackLayer& l = layers_[last];
   const int64_t hidden = shape_.hidden;
-  const float* x = l.attention_norm ? normed_ : step.residual;
-  multiply_range(l.qkv, x, hidden, qkv_, qkv_width_, step.tokens, query_width_, qkv_width_);
-  write(layers_.size() - 1, attention, step.tokens, {nullptr, 0});
+  each_strip(step.tokens, [&](Strip& s) {
+    if (last) after_attention(last - 1, s, step);
+    const float* x = first_norm(last, s, step);
+    multiply_range(l.qkv, x, hidden, s.qkv, qkv_width_, query_width_, qkv_width_, s);
+    write(last, s, attention, step, {nullptr, 0});
+  });
+  const std::vector<int32_t>& wanted = attention.wanted();
   std::vector<int64_t> positions;
   for (const int32_t t : wanted) positions.push_back(step.positions[t]);
   StackStep kept = step;
-  kept.tokens = static_cast<int64_t>(wanted.size()), kept.positions = positions.data(), kept.out = normed_;
+  kept.tokens = static_cast<int64_t>(wanted.size()), kept.positions = positions.data();
   if (kept.tokens) {
     move_to_front(wanted, step.residual, hidden);
-    if (l.attention_norm) move_to_front(wanted, normed_, hidden);
-    attend_wanted(attention, kept, x);
-    mlp(l, kept, final_norm_, kept.out);
+    each_strip(kept.tokens, [&](Strip& s) { query_wanted(s, kept); });
+    const Clock::time_point start = Clock::now();
+    const GroupStep& group = attention.group_of(last);
+    attention.attend_tails(group.table, group.table_stride, query_, query_width_, attended_, DType::f32);
+    add_seconds(Part::attention, start);
+    each_strip(kept.tokens, [&](Strip& s) { after_attention(last, s, kept); });
   }
-  // Whoever reads a state that was not asked for shall see it.
-  std::fill(step.out, step.out + step.tokens * hidden, std::numeric_limits<float>::quiet_NaN());
-  for (size_t i = 0; i < wanted.size(); ++i)
-    std::memcpy(step.out + wanted[i] * hidden, kept.out + static_cast<int64_t>(i) * hidden,
-                static_cast<size_t>(4 * hidden));
-  count(Part::small);
-}
-
-void LayerStack::attend(size_t index, Attention& attention, int64_t tokens, const float* normed) {
-  const LayerPlace& at = attention.place_of(index);
-  const GroupStep& group = attention.group_of(index);
-  multiply(layers_[index].qkv, normed, shape_.hidden, qkv_, tokens);
-  const TokenRows query = write(index, attention, tokens, {qkv_, qkv_width_});
-  attention.attend(at.place, at.window, group.table, group.table_stride, query.at, query.stride, attended_, DType::f32);
-  count(Part::attention);
-  multiply(layers_[index].out, attended_, query_width_, mixed_, tokens);
-}
-
-// The same behind the keys and values of the last layer. step, normed: of the wanted tokens alone.
-void LayerStack::attend_wanted(Attention& attention, const StackStep& step, const float* normed) {
-  const StackLayer& l = layers_.back();
-  const GroupStep& group = attention.group_of(layers_.size() - 1);
-  const int64_t tokens = step.tokens, dim = attention.shape().head_dim;
-  multiply_range(l.qkv, normed, shape_.hidden, query_, query_width_, tokens, 0, query_width_);
-  if (shape_.whole_norms) norm(query_, query_width_, tokens, query_width_, l.query_norm, query_);
-  count(Part::small);
-  if (l.table >= 0) {  // where keys and values were there is room
-    const CosSin turns = turns_at(step.tables[static_cast<size_t>(l.table)], step.positions, tokens, dim, qkv_);
-    RotaryArgs q = rotary_args(l, {query_, query_width_}, turns);
-    q.tokens = tokens, q.heads = query_width_ / dim, q.dim = dim;
-    q.threaded = tokens > 1 && worth_threads(tokens * query_width_);
-    kernels->rotary(q);
+  // To their places from behind: none is overwritten before it was moved. Whoever reads a state that was not asked for
+  // shall see it.
+  int64_t end = step.tokens;
+  const auto none = [&](int64_t from) {
+    std::fill(step.out + from * hidden, step.out + end * hidden, std::numeric_limits<float>::quiet_NaN());
+  };
+  for (size_t i = wanted.size(); i-- > 0;) {
+    none(wanted[i] + 1);
+    std::memmove(step.out + wanted[i] * hidden, step.out + static_cast<int64_t>(i) * hidden,
+                 static_cast<size_t>(4 * hidden));
+    end = wanted[i];
   }
-  count(Part::rotation);
-  attention.attend_tails(group.table, group.table_stride, query_, query_width_, attended_, DType::f32);
-  count(Part::attention);
-  multiply(l.out, attended_, query_width_, mixed_, tokens);
+  none(0);
 }
 
-// Keys and values from `qkv_` into the cache; a query, where there is one, is normed and turned on the way. Returns it.
-TokenRows LayerStack::write(size_t index, Attention& attention, int64_t tokens, TokenRows query) {
+// What the products before attention read: the residual, where a layer has no norm there. Other layers than the first
+// find its norm in `normed`, where the layer before has left it.
+const float* LayerStack::first_norm(size_t index, Strip& s, const StackStep& step) {
+  const float* residual = step.residual + s.first * shape_.hidden;
+  if (!layers_[index].attention_norm) return residual;
+  if (!index) norm(residual, shape_.hidden, shape_.hidden, layers_[index].attention_norm, s.normed, s);
+  count(Part::small, s);
+  return s.normed;
+}
+
+void LayerStack::before_attention(size_t index, Strip& s, const Attention& attention, const StackStep& step) {
+  multiply(layers_[index].qkv, first_norm(index, s, step), shape_.hidden, s.qkv, s);
+  write(index, s, attention, step, {s.qkv, qkv_width_});
+}
+
+// Keys and values from `qkv` into the cache; a query, where there is one, is normed and turned on its way to `query_`.
+void LayerStack::write(size_t index, Strip& s, const Attention& attention, const StackStep& step, TokenRows query) {
   const StackLayer& l = layers_[index];
   const int64_t place = attention.place_of(index).place;
   const int64_t* slots = attention.group_of(index).slots;
-  TokenRows key = {qkv_ + query_width_, qkv_width_};
+  float* turned = query_ + s.first * query_width_;
+  TokenRows key = {s.qkv + query_width_, qkv_width_};
   const TokenRows value = {key.at + key_width_, qkv_width_};
   if (shape_.whole_norms) {
     if (query.at) {
-      norm(query.at, query.stride, tokens, query_width_, l.query_norm, query_);
-      query = {query_, query_width_};
+      norm(query.at, query.stride, query_width_, l.query_norm, turned, s);
+      query = {turned, query_width_};
     }
-    norm(key.at, key.stride, tokens, key_width_, l.key_norm, key_);
-    key = {key_, key_width_};
-    count(Part::small);
+    norm(key.at, key.stride, key_width_, l.key_norm, s.key, s);
+    key = {s.key, key_width_};
+    count(Part::small, s);
   }
   if (l.table < 0) {
-    attention.write(place, slots, key.at, key.stride, value.at, value.stride, DType::f32);
+    for (int64_t t = 0; query.at && query.at != turned && t < s.tokens; ++t)
+      std::memcpy(turned + t * query_width_, query.at + t * query.stride, static_cast<size_t>(4 * query_width_));
+    attention.write(place, slots, s.first, s.tokens, s.threaded, key.at, key.stride, value.at, value.stride,
+                    DType::f32);
   } else {
-    const RotaryArgs q = rotary_args(l, query, turns_[static_cast<size_t>(l.table)]);
-    attention.rotary_write(place, slots, q, shape_.whole_norms ? nullptr : l.key_norm, key.at, key.stride, value.at,
-                           value.stride);
-    query = {query_, query_width_};
+    RotaryArgs q = rotary_args(l, s, step, query);
+    q.heads = query.at ? query_width_ / q.dim : 0;
+    q.threaded = s.threaded && s.tokens > 1 && worth_threads(s.tokens * (qkv_width_ - key_width_));
+    attention.rotary_write(place, slots, s.first, q, shape_.whole_norms ? nullptr : l.key_norm, key.at, key.stride,
+                           value.at, value.stride);
   }
-  count(Part::rotation);
-  return query;
+  count(Part::rotation, s);
+}
+
+// Queries of the last layer's wanted tokens. step: of those alone.
+void LayerStack::query_wanted(Strip& s, const StackStep& step) {
+  const StackLayer& l = layers_.back();
+  const float* x = step.residual + s.first * shape_.hidden;
+  if (l.attention_norm) norm(x, shape_.hidden, shape_.hidden, l.attention_norm, s.normed, s), x = s.normed;
+  count(Part::small, s);
+  float* query = query_ + s.first * query_width_;
+  multiply_range(l.qkv, x, shape_.hidden, query, query_width_, 0, query_width_, s);
+  if (shape_.whole_norms) norm(query, query_width_, query_width_, l.query_norm, query, s);
+  count(Part::small, s);
+  if (l.table >= 0) {
+    RotaryArgs q = rotary_args(l, s, step, {query, query_width_});
+    q.heads = query_width_ / q.dim;
+    q.threaded = s.threaded && s.tokens > 1 && worth_threads(s.tokens * query_width_);
+    kernels->rotary(q);
+  }
+  count(Part::rotation, s);
 }
 
 // Into `query_`. Heads are turned one by one, each read before it is written: in place where a query lies there.
-RotaryArgs LayerStack::rotary_args(const StackLayer& layer, TokenRows query, const CosSin& turns) const {
+RotaryArgs LayerStack::rotary_args(const StackLayer& layer, const Strip& s, const StackStep& step,
+                                   TokenRows query) const {
+  const CosSin& table = step.tables[static_cast<size_t>(layer.table)];
   RotaryArgs q{};
-  q.x = query.at, q.x_stride = query.stride, q.out = query_, q.eps = shape_.eps, q.type = DType::f32;
-  q.cos = turns.cos, q.sin = turns.sin;
+  q.x = query.at, q.x_stride = query.stride, q.out = query_ + s.first * query_width_, q.eps = shape_.eps;
+  q.type = DType::f32, q.tokens = s.tokens, q.dim = step.head_dim;
+  q.cos = table.cos, q.sin = table.sin, q.places = step.positions + s.first;
   q.norm = shape_.whole_norms ? nullptr : layer.query_norm;
   return q;
 }
 
-// From what attention gave, in `mixed_`, to what the next layer reads.
-void LayerStack::mlp(const StackLayer& layer, const StackStep& step, const float* next_norm, float* out) {
-  const float* x = add_norm(step, layer.post_attention_norm, layer.mlp_norm, normed_);
-  multiply(layer.down, gated_, multiply_gated(layer.gate_up, x, step.tokens), mixed_, step.tokens);
-  add_norm(step, layer.post_mlp_norm, next_norm, out);
+// From what attention gave to what the next layer reads.
+void LayerStack::after_attention(size_t index, Strip& s, const StackStep& step) {
+  const StackLayer& l = layers_[index];
+  const bool last = index + 1 == layers_.size();
+  float* residual = step.residual + s.first * shape_.hidden;
+  multiply(l.out, attended_ + s.first * query_width_, query_width_, s.mixed, s);
+  const float* x = add_norm(residual, l.post_attention_norm, l.mlp_norm, s.normed, s);
+  const int64_t stride = multiply_gated(l.gate_up, x, s);
+  multiply(l.down, s.gated, stride, s.mixed, s);
+  add_norm(residual, l.post_mlp_norm, last ? final_norm_ : layers_[index + 1].attention_norm,
+           last ? step.out + s.first * shape_.hidden : s.normed, s);
 }
 
 // Outputs [first, last) into their places in rows of y. Up to fifteen before them may be written too: a weight's panels
 // are not cut.
 void LayerStack::multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                                int64_t tokens, int64_t first, int64_t last) {
+                                int64_t first, int64_t last, Strip& s) {
   for (const Product::Part& part : product.parts) {
     const int64_t outputs = part.weight->outputs();
     const int64_t from = std::max<int64_t>(first, 0) / kPanel * kPanel, to = std::min(last, outputs);
-    if (from < to) part.weight->multiply_floats(x, stride, tokens, y + from, y_stride, part.bias, from, to);
+    if (from < to)
+      part.weight->multiply_floats(x, stride, s.tokens, y + from, y_stride, part.bias, from, to, s.threaded);
     y += outputs, first -= outputs, last -= outputs;
   }
-  count(Part::products);
+  count(Part::products, s);
 }
 
-// The MLP's first product and its gate, in one where a kernel does both. Returns the row stride of `gated_`.
-int64_t LayerStack::multiply_gated(const Product& product, const float* x, int64_t tokens) {
+// The MLP's first product and its gate, in one where a kernel does both. Returns the row stride of `gated`.
+int64_t LayerStack::multiply_gated(const Product& product, const float* x, Strip& s) {
   const Product::Part& first = product.parts.front();
   const int64_t inner = shape_.inner, hidden = shape_.hidden, apart = gated_stride();
-  if (product.parts.size() == 1 &&
-      first.weight->multiply_gated(x, hidden, tokens, gated_, apart, first.bias, shape_.activation)) {
-    count(Part::products);
+  if (product.parts.size() == 1 && first.weight->multiply_gated(x, hidden, s.tokens, s.gated, apart, first.bias,
+                                                                shape_.activation, s.threaded)) {
+    count(Part::products, s);
     return apart;
   }
-  multiply(product, x, hidden, gate_up_, tokens);
-  kernels->gate({gate_up_, gated_, 2 * inner, tokens, inner, shape_.activation, DType::f32,
-                 tokens > 1 && worth_threads(tokens * inner * 4)});
-  count(Part::small);
+  multiply(product, x, hidden, s.gate_up, s);
+  kernels->gate({s.gate_up, s.gated, 2 * inner, s.tokens, inner, shape_.activation, DType::f32,
+                 s.threaded && s.tokens > 1 && worth_threads(s.tokens * inner * 4)});
+  count(Part::small, s);
   return inner;
 }
 
-void LayerStack::norm(const float* x, int64_t stride, int64_t rows, int64_t dim, const float* weight, float* out) {
-  kernels->norm({x, nullptr, nullptr, out, stride, rows, dim, weight, shape_.eps, DType::f32,
-                 rows > 1 && worth_threads(rows * dim)});
+void LayerStack::norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out,
+                      const Strip& s) const {
+  kernels->norm({x, nullptr, nullptr, out, stride, s.tokens, dim, weight, shape_.eps, DType::f32,
+                 s.threaded && s.tokens > 1 && worth_threads(s.tokens * dim)});
 }
 
 // residual += scale * (post norm of) mixed, and its norm in `out`. Returns what the next product reads.
-const float* LayerStack::add_norm(const StackStep& step, const float* post_norm, const float* weight, float* out) {
-  const int64_t rows = step.tokens, dim = shape_.hidden;
+const float* LayerStack::add_norm(float* residual, const float* post_norm, const float* weight, float* out, Strip& s) {
+  const int64_t rows = s.tokens, dim = shape_.hidden;
   const bool scaled = shape_.residual_scale != 1.0f;
-  if (post_norm && (scaled || !weight)) norm(mixed_, dim, rows, dim, post_norm, mixed_), post_norm = nullptr;
+  if (post_norm && (scaled || !weight)) norm(s.mixed, dim, dim, post_norm, s.mixed, s), post_norm = nullptr;
   if (scaled) {
-    for (int64_t i = 0; i < rows * dim; ++i) mixed_[i] *= shape_.residual_scale;
+    for (int64_t i = 0; i < rows * dim; ++i) s.mixed[i] *= shape_.residual_scale;
   }
   if (weight) {
-    kernels->norm({mixed_, step.residual, step.residual, out, dim, rows, dim, weight, shape_.eps, DType::f32,
-                   rows > 1 && worth_threads(rows * dim), post_norm});
+    kernels->norm({s.mixed, residual, residual, out, dim, rows, dim, weight, shape_.eps, DType::f32,
+                   s.threaded && rows > 1 && worth_threads(rows * dim), post_norm});
   } else {
-    for (int64_t i = 0; i < rows * dim; ++i) step.residual[i] += mixed_[i];
+    for (int64_t i = 0; i < rows * dim; ++i) residual[i] += s.mixed[i];
   }
-  count(Part::small);
-  return weight ? out : step.residual;
+  count(Part::small, s);
+  return weight ? out : residual;
 }
 
-void LayerStack::count(Part part) {
-  if (!watched_) return;
-  const Clock::time_point now = Clock::now();
-  seconds_[static_cast<size_t>(part)] += std::chrono::duration<double>(now - last_).count();
-  last_ = now;
+void LayerStack::add_seconds(Part part, Clock::time_point start) {
+  seconds_[static_cast<size_t>(part)] += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Of a strip beside which `threads` - 1 others ran.
+void LayerStack::add_seconds(const Strip& s, int64_t threads) {
+  for (size_t i = 0; i < seconds_.size(); ++i) seconds_[i] += s.seconds[i] / static_cast<double>(threads);
 }
 
 }  // namespace octavo

@@ -4,6 +4,11 @@
 // kernel. The layers are those that share one shape: RMS norms, one product for q, k and v, full rotation, a gated MLP.
 // What a kernel is given is what the operations of octavo/kernels/cpu/ops.py give it one by one, so the bits are theirs.
 //
+// Many tokens go through a layer in strips: a thread takes some rows from what attention gave to the next layer's queries,
+// keys and values, so that everything in between stays in its own second-level cache; threads meet at attention only. A
+// strip reads all weights, so it must be high enough to be worth them. Few tokens are one strip, whose kernels share its
+// work among the threads.
+//
 // Invariant: weights, norms and biases are borrowed and outlive the stack; activations are float32, contiguous, in
 // memory that is kept from step to step and grows with the largest. It knows no Python and no blocks.
 #pragma once
@@ -60,10 +65,20 @@ struct TokenRows {  // numbers of a token side by side, `stride` from one token 
   int64_t stride;
 };
 
+// Rows [first, first + tokens) of a step, and memory for what becomes of them. Attention's part of it and that of the MLP
+// are never used together.
+struct Strip {
+  int64_t first, tokens;
+  bool threaded;  // whether its kernels may share their work
+  float *normed, *mixed, *qkv, *key, *gate_up, *gated;
+  std::chrono::steady_clock::time_point last{};
+  std::array<double, 4> seconds{};
+};
+
 struct StackStep {
-  int64_t tokens;
+  int64_t tokens, head_dim;
   const int64_t* positions;    // [tokens], rows of the tables
-  std::vector<CosSin> tables;  // one for each `StackLayer::table`
+  std::vector<CosSin> tables;  // one for each `StackLayer::table`, rows of head_dim
   float* residual;             // [tokens, hidden], overwritten
   float* out;                  // [tokens, hidden], normed; NaN for tokens that the planned step does not want
 };
@@ -87,23 +102,35 @@ class LayerStack {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void prepare(const Attention& attention, const StackStep& step);
-  void layer(size_t index, Attention& attention, const StackStep& step);
+  struct Strips {
+    int64_t count, height, owners;  // owners: threads that have memory for one
+  };
+  static Strips strips_of(int64_t tokens);
+  template <class F>
+  void each_strip(int64_t tokens, const F& work);
+  Strip strip(const Strips& strips, int64_t index, int64_t owner, int64_t tokens) const;
+
+  void prepare(int64_t tokens, int64_t wanted);
+  int64_t strip_floats(int64_t height) const;
+  void layers(Attention& attention, const StackStep& step);
   void last_layer(Attention& attention, const StackStep& step);
-  void attend(size_t index, Attention& attention, int64_t tokens, const float* normed);
-  void attend_wanted(Attention& attention, const StackStep& step, const float* normed);
-  TokenRows write(size_t index, Attention& attention, int64_t tokens, TokenRows query);
-  RotaryArgs rotary_args(const StackLayer& layer, TokenRows query, const CosSin& turns) const;
-  void mlp(const StackLayer& layer, const StackStep& step, const float* next_norm, float* out);
-  void multiply(const Product& product, const float* x, int64_t stride, float* y, int64_t tokens) {
-    multiply_range(product, x, stride, y, product.outputs(), tokens, 0, product.outputs());
+  const float* first_norm(size_t index, Strip& s, const StackStep& step);
+  void before_attention(size_t index, Strip& s, const Attention& attention, const StackStep& step);
+  void write(size_t index, Strip& s, const Attention& attention, const StackStep& step, TokenRows query);
+  void query_wanted(Strip& s, const StackStep& step);
+  RotaryArgs rotary_args(const StackLayer& layer, const Strip& s, const StackStep& step, TokenRows query) const;
+  void after_attention(size_t index, Strip& s, const StackStep& step);
+  void multiply(const Product& product, const float* x, int64_t stride, float* y, Strip& s) {
+    multiply_range(product, x, stride, y, product.outputs(), 0, product.outputs(), s);
   }
   void multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                      int64_t tokens, int64_t first, int64_t last);
-  int64_t multiply_gated(const Product& product, const float* x, int64_t tokens);
-  void norm(const float* x, int64_t stride, int64_t rows, int64_t dim, const float* weight, float* out);
-  const float* add_norm(const StackStep& step, const float* post_norm, const float* weight, float* out);
-  void count(Part part);
+                      int64_t first, int64_t last, Strip& s);
+  int64_t multiply_gated(const Product& product, const float* x, Strip& s);
+  void norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out, const Strip& s) const;
+  const float* add_norm(float* residual, const float* post_norm, const float* weight, float* out, Strip& s);
+  void count(Part part, Strip& s) const;
+  void add_seconds(Part part, Clock::time_point start);
+  void add_seconds(const Strip& s, int64_t threads);
 
   // An odd number of cache lines, so that rows do not push each other out of the first-level cache.
   int64_t gated_stride() const { return ((shape_.inner + 15) / 16 | 1) * 16; }
@@ -117,13 +144,10 @@ class LayerStack {
   std::mutex busy_;  // the memory below is one step's
   std::unique_ptr<Region> memory_;  // pages that no step has needed yet are not resident
   int64_t room_ = 0;                // floats
-  std::vector<CosSin> turns_;  // of the tokens of a step
-  float *normed_ = nullptr, *mixed_ = nullptr, *qkv_ = nullptr, *query_ = nullptr, *key_ = nullptr;
-  float *attended_ = nullptr, *gate_up_ = nullptr, *gated_ = nullptr;
+  float *query_ = nullptr, *attended_ = nullptr, *strips_ = nullptr;
 
   bool watched_ = false;
   std::array<double, 4> seconds_{};
-  Clock::time_point last_;
 };
 
 }  // namespace octavo

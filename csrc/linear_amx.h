@@ -64,36 +64,25 @@ OCTAVO_INLINE vec biased(const LinearArgs& a, int64_t panel, vec sums) {
   return sums + join_halves(bias_at(a.bias, panel * kPanel, a.n), bias_at(a.bias, panel * kPanel + 8, a.n));
 }
 
-void put_sums(const LinearArgs& a, int64_t row, int64_t panel, const float* sums) {
-  const int64_t rows = least(16, a.m - row), column = panel * kPanel, columns = a.n - column;
+// Sixteen outputs of a row.
+OCTAVO_INLINE void put_row(const LinearArgs& a, int64_t row, int64_t panel, const float* sums) {
+  const int64_t column = panel * kPanel, columns = a.n - column;
+  const vec v = biased(a, panel, load_wide(sums));
   if (a.best) {
-    octavo::Best* best = a.best + panel / octavo::panels_of_a_run(a.m, a.k, a.weight_type) * a.m + row;
-    for (int64_t r = 0; r < rows; ++r) {
-      const vec v = biased(a, panel, load_wide(sums + r * kPanel));
-      if (any_above_wide(v, best[r].value)) keep_best(best[r], column, columns, low_half(&v), high_half(&v));
-    }
-    return;
-  }
-  if (a.y_type == DType::f32 && columns >= kPanel) {
-    float* y = (float*)a.y + row * a.ldy + column;
-    for (int64_t r = 0; r < rows; ++r) store_wide(y + r * a.ldy, biased(a, panel, load_wide(sums + r * kPanel)));
-    return;
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    const vec v = biased(a, panel, load_wide(sums + r * kPanel));
-    put(a, row + r, column, low_half(&v), high_half(&v));
+    octavo::Best& best = a.best[panel / octavo::panels_of_a_run(a.m, a.k, a.weight_type) * a.m + row];
+    if (any_above_wide(v, best.value)) keep_best(best, column, columns, low_half(&v), high_half(&v));
+  } else if (a.y_type == DType::f32 && columns >= kPanel) {
+    store_wide((float*)a.y + row * a.ldy + column, v);
+  } else {
+    put(a, row, column, low_half(&v), high_half(&v));
   }
 }
 
 // up: of the panel `twin` panels on.
-void put_gated(const LinearArgs& a, octavo::Activation kind, int64_t row, int64_t panel, int64_t twin, const float* sums,
-               const float* up) {
-  const int64_t rows = least(16, a.m - row);
-  float* y = (float*)a.y + row * a.ldy + panel * kPanel;
-  for (int64_t r = 0; r < rows; ++r) {
-    const vec gate = activate_wide(biased(a, panel, load_wide(sums + r * kPanel)), kind);
-    store_wide(y + r * a.ldy, gate * biased(a, panel + twin, load_wide(up + r * kPanel)));
-  }
+OCTAVO_INLINE void put_gated_row(const LinearArgs& a, octavo::Activation kind, int64_t row, int64_t panel, int64_t twin,
+                                 const float* sums, const float* up) {
+  const vec gate = activate_wide(biased(a, panel, load_wide(sums)), kind);
+  store_wide((float*)a.y + row * a.ldy + panel * kPanel, gate * biased(a, panel + twin, load_wide(up)));
 }
 
 // ---- Few rows: memory sets the pace ------------------------------------------------------------------------------------
@@ -123,7 +112,7 @@ void few_amx(const AmxRows& x, int64_t begin, int64_t end) {
   alignas(64) float sums[256];
   for (int64_t p = begin; p < end; ++p) {
     column(x, x.panel(p), x.panel(p + 1), sums);
-    put_sums(*x.args, 0, p, sums);
+    for (int64_t r = 0; r < x.args->m; ++r) put_row(*x.args, r, p, sums + r * kPanel);
   }
 }
 
@@ -132,7 +121,8 @@ void few_gated(const AmxRows& x, int64_t begin, int64_t end, int64_t twin, octav
   for (int64_t p = begin; p < end; ++p) {
     column(x, x.panel(p), x.panel(p + twin), sums);
     column(x, x.panel(p + twin), x.panel(p + 1), up);
-    put_gated(*x.args, kind, 0, p, twin, sums, up);
+    for (int64_t r = 0; r < x.args->m; ++r)
+      put_gated_row(*x.args, kind, r, p, twin, sums + r * kPanel, up + r * kPanel);
   }
 }
 
@@ -140,64 +130,125 @@ void few_gated(const AmxRows& x, int64_t begin, int64_t end, int64_t twin, octav
 
 // Two panels, and those that come next, which are asked for meanwhile.
 struct PanelPair {
+  int64_t number;  // of the first
   const bf16 *w, *w2, *next, *next2;
 };
 
-// Two tiles of rows, `block` on, times two panels: sums [2 rows][2 panels][16][16]. ahead: bytes of the panels to come
-// that others have asked for; lines: of each, to ask for at every step.
-OCTAVO_INLINE void square(const AmxRows& x, int64_t block, const PanelPair& pair, int64_t ahead, int64_t lines, float* sums) {
-  zero_square();
-  const bf16 *rows = x.at(block), *rows2 = x.at(block + 1);
-  const char *next = (const char*)pair.next + ahead, *next2 = (const char*)pair.next2 + ahead;
-  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) {
-    multiply_square(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
-    for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
-      __builtin_prefetch(next, 0, 2), __builtin_prefetch(next2, 0, 2);
+// Sums of a square, [2 tiles of rows][2 panels][16][16]: of `rows` rows from `row` on, of which `done` are finished.
+struct SquareSums {
+  int64_t row = 0, rows = 0, done = 0, panel = 0;
+  alignas(64) float at[4 * 256];
+
+  // What is done with outputs: finish.put(row, panel, sums, sums of the second panel).
+  template <class Finish>
+  OCTAVO_INLINE void finish_until(int64_t end, const Finish& finish) {
+    for (end = least(end, rows); done < end; ++done) {
+      const float* sums = at + done / 16 * 512 + done % 16 * kPanel;
+      finish.put(row + done, panel, sums, sums + 256);
+    }
   }
-  store_square(sums);
-}
+};
 
-// The same of one tile of rows.
-OCTAVO_INLINE void half_square(const AmxRows& x, int64_t block, const PanelPair& pair, float* sums) {
-  zero_tile(0);
-  zero_tile(1);
-  const bf16* rows = x.at(block);
-  for (int64_t i = 0; i < x.steps * kTileNumbers; i += kTileNumbers) multiply_half(rows + i, pair.w + i, pair.w2 + i);
-  store_tile(0, sums, 64);
-  store_tile(1, sums + 256, 64);
-}
-
-// Blocks [first, last) of rows times two panels. finish(block, sums of the two).
+// Blocks of rows times pairs of panels. While the tile unit multiplies, the vector units finish the sums of the square
+// before, and memory is asked for what comes: the panels of the next pair, and the lines that this square's outputs go
+// to, without which every row of outputs would wait for its own (finish.ask).
 template <class Finish>
-void pair_of_panels(const AmxRows& x, int64_t first, int64_t last, const PanelPair& pair, const Finish& finish) {
-  alignas(64) float sums[4 * 256];
-  const int64_t squares = (last - first) / 2, lines = (15 + squares) / (squares + !squares);
-  int64_t ahead = 0;
-  for (; first + 2 <= last; first += 2, ahead += lines * 64 * x.steps) {
-    square(x, first, pair, ahead, ahead < x.steps * 1024 ? lines : 0, sums);
-    finish(first, sums), finish(first + 1, sums + 512);
+class Squares {
+ public:
+  Squares(const AmxRows& x, const Finish& finish) : x_(x), finish_(finish) {}
+
+  // Blocks [first, last).
+  void multiply(int64_t first, int64_t last, const PanelPair& pair) {
+    const int64_t squares = (last - first) / 2;
+    lines_ = (15 + squares) / (squares + !squares), ahead_ = 0;
+    for (; first + 2 <= last; first += 2) square<true>(first, pair);
+    if (first < last) square<false>(first, pair);
   }
-  if (first < last) half_square(x, first, pair, sums), finish(first, sums);
-}
+  // What the last square left.
+  void finish() { before_->finish_until(32, finish_); }
+
+ private:
+  // One tile of rows or, Two, this and the next.
+  template <bool Two>
+  OCTAVO_INLINE void square(int64_t block, const PanelPair& pair) {
+    const int64_t each = (31 + x_.steps) / x_.steps, lines = ahead_ < x_.steps * 1024 ? lines_ : 0;
+    const bf16 *rows = x_.at(block), *rows2 = x_.at(block + 1);
+    const char *next = (const char*)pair.next + ahead_, *next2 = (const char*)pair.next2 + ahead_;
+    int64_t row = block * 16, end = 0;
+    zero_square();
+    for (int64_t i = 0; i < x_.steps * kTileNumbers; i += kTileNumbers) {
+      if constexpr (Two)
+        multiply_square(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
+      else
+        multiply_half(rows + i, pair.w + i, pair.w2 + i);
+      for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
+        __builtin_prefetch(next, 0, 2), __builtin_prefetch(next2, 0, 2);
+      end += each;
+      before_->finish_until(end, finish_);
+      for (const int64_t to = least(block * 16 + end, x_.args->m); row < to; ++row) finish_.ask(row, pair.number);
+    }
+    finish();
+    SquareSums* now = before_ == sums_ ? sums_ + 1 : sums_;
+    if constexpr (Two) {
+      store_square(now->at);
+    } else {
+      store_tile(0, now->at, 64);
+      store_tile(1, now->at + 256, 64);
+    }
+    now->row = block * 16, now->rows = least(Two ? 32 : 16, x_.args->m - now->row), now->done = 0;
+    now->panel = pair.number;
+    before_ = now, ahead_ += lines * 64 * x_.steps;
+  }
+
+  const AmxRows& x_;
+  const Finish& finish_;
+  int64_t lines_ = 0, ahead_ = 0;  // of the panels to come: asked for at every step, and bytes that were asked for
+  SquareSums sums_[2];
+  SquareSums* before_ = sums_;
+};
+
+struct PutRows {
+  const LinearArgs& a;
+  int64_t end;  // of the panels
+  OCTAVO_INLINE void ask(int64_t row, int64_t panel) const {
+    if (a.best) return;
+    const char* y = (const char*)a.y + (row * a.ldy + panel * kPanel) * octavo::element_size(a.y_type);
+    __builtin_prefetch(y, 1, 3);
+    if (a.y_type == DType::f32) __builtin_prefetch(y + 64, 1, 3);
+  }
+  OCTAVO_INLINE void put(int64_t row, int64_t panel, const float* sums, const float* sums2) const {
+    put_row(a, row, panel, sums);
+    if (panel + 1 < end) put_row(a, row, panel + 1, sums2);
+  }
+};
 
 void many_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  const LinearArgs& a = *x.args;
-  for (int64_t p = begin; p < end; p += 2) {
-    const bool two = p + 1 < end;
-    pair_of_panels(x, first, last, {x.panel(p), x.panel(two ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)},
-                   [&](int64_t block, const float* sums) {
-                     put_sums(a, block * 16, p, sums);
-                     if (two) put_sums(a, block * 16, p + 1, sums + 256);
-                   });
-  }
+  const PutRows put{*x.args, end};
+  Squares<PutRows> squares(x, put);
+  for (int64_t p = begin; p < end; p += 2)
+    squares.multiply(first, last, {p, x.panel(p), x.panel(p + 1 < end ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)});
+  squares.finish();
 }
+
+struct PutGatedRows {
+  const LinearArgs& a;
+  octavo::Activation kind;
+  int64_t twin;
+  OCTAVO_INLINE void ask(int64_t row, int64_t panel) const {
+    __builtin_prefetch((const float*)a.y + row * a.ldy + panel * kPanel, 1, 3);
+  }
+  OCTAVO_INLINE void put(int64_t row, int64_t panel, const float* sums, const float* up) const {
+    put_gated_row(a, kind, row, panel, twin, sums, up);
+  }
+};
 
 void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t twin,
                     octavo::Activation kind) {
-  for (int64_t p = begin; p < end; ++p) {
-    pair_of_panels(x, first, last, {x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)},
-                   [&](int64_t block, const float* sums) { put_gated(*x.args, kind, block * 16, p, twin, sums, sums + 256); });
-  }
+  const PutGatedRows put{*x.args, kind, twin};
+  Squares<PutGatedRows> squares(x, put);
+  for (int64_t p = begin; p < end; ++p)
+    squares.multiply(first, last, {p, x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)});
+  squares.finish();
 }
 
 // Memory of a thread that grows with the largest request, on huge pages where there is much of it: rows pass once for

@@ -30,7 +30,7 @@ void check_tokens(const Attention& a, int64_t tokens) {
 void write(const Attention& a, int64_t place, uintptr_t slots, int64_t tokens, uintptr_t key, int64_t key_stride,
            uintptr_t value, int64_t value_stride, int io_type) {
   check_tokens(a, tokens);
-  a.write(place, at<const int64_t>(slots), at<const void>(key), key_stride, at<const void>(value), value_stride,
+  a.write(place, at<const int64_t>(slots), 0, tokens, true, at<const void>(key), key_stride, at<const void>(value), value_stride,
           static_cast<DType>(io_type));
 }
 
@@ -44,7 +44,9 @@ void rotary_write(const Attention& a, int64_t place, uintptr_t slots, int64_t to
   q.x = at<const void>(query), q.x_stride = query_stride, q.out = at<void>(query_out);
   q.cos = at<const float>(cos), q.sin = at<const float>(sin);
   q.norm = at<const float>(query_norm), q.eps = eps, q.type = static_cast<DType>(io_type);
-  a.rotary_write(place, at<const int64_t>(slots), q, at<const float>(key_norm), at<const void>(key), key_stride,
+  q.tokens = tokens, q.heads = a.num_heads(), q.dim = a.shape().head_dim;
+  q.threaded = tokens > 1 && worth_threads(tokens * (q.heads + a.shape().num_kv_heads) * q.dim);
+  a.rotary_write(place, at<const int64_t>(slots), 0, q, at<const float>(key_norm), at<const void>(key), key_stride,
                  at<const void>(value), value_stride);
 }
 

@@ -44,7 +44,7 @@ bool run(LayerStack& stack, Attention& attention, int64_t tokens, uintptr_t posi
   if (tokens != attention.tokens())
     throw std::out_of_range(std::to_string(tokens) + " tokens in a step planned for " +
                             std::to_string(attention.tokens()));
-  StackStep step{tokens, at<const int64_t>(positions), {}, at<float>(residual), at<float>(out)};
+  StackStep step{tokens, attention.shape().head_dim, at<const int64_t>(positions), {}, at<float>(residual), at<float>(out)};
   for (const auto& [cos, sin, rows] : tables) {
     step.tables.push_back({at<const float>(cos), at<const float>(sin)});
     for (int64_t t = 0; t < tokens; ++t) {

@@ -114,19 +114,20 @@ class PackedWeight {
   }
 
   // Outputs [first, last), `first` being the first of a panel: x float32 [m, k], row stride ldx; y float32 [m, last -
-  // first], row stride ldy. The caller may hold the interpreter lock or not.
+  // first], row stride ldy. threaded: whether threads may share it. The caller may hold the interpreter lock or not.
   void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias, int64_t first,
-                       int64_t last) const {
+                       int64_t last, bool threaded) const {
     compute({panel(first / kPanel), type_, bias ? bias + first : nullptr, x, DType::f32, ldx,
-             y, DType::f32, ldy, m, last - first, k_, false, nullptr});
+             y, DType::f32, ldy, m, last - first, k_, false, nullptr},
+            threaded);
   }
 
   // The same with the first half of the outputs gated by the second: y [m, n / 2]. False, and nothing done, where no
   // kernel does both.
   bool multiply_gated(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias,
-                      Activation kind) const {
+                      Activation kind, bool threaded) const {
     LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr};
-    a.threaded = worth_sharing(m);
+    a.threaded = threaded && worth_sharing(m);
     return format_.bits ? kernels->gated_quantized(a, format_, kind) : kernels->gated_linear(a, kind);
   }
 
@@ -166,8 +167,8 @@ class PackedWeight {
   bool worth_sharing(int64_t m) const {
     return omp_get_max_threads() > 1 && (bytes_ > 65536 || operations(m) > 500000);
   }
-  void compute(LinearArgs a) const {
-    a.threaded = worth_sharing(a.m);
+  void compute(LinearArgs a, bool threaded = true) const {
+    a.threaded = threaded && worth_sharing(a.m);
     if (!(format_.bits ? kernels->quantized_linear(a, format_) : kernels->linear(a))) throw std::bad_alloc();
   }
 

@@ -101,18 +101,20 @@ class Attention {
     attend_rows(tails_, tail_plan_, places_.back().place, table, table_stride, query, query_stride, out, io_type);
   }
 
-  void write(int64_t place, const int64_t* slots, const void* key, int64_t key_stride, const void* value,
-             int64_t value_stride, DType io_type) const {
-    kernels->write(write_args(place, slots, key, key_stride, value, value_stride, io_type));
+  // Keys and values of tokens [first, first + tokens) of the step to their slots; slots: of all.
+  void write(int64_t place, const int64_t* slots, int64_t first, int64_t tokens, bool threaded, const void* key,
+             int64_t key_stride, const void* value, int64_t value_stride, DType io_type) const {
+    WriteArgs a = write_args(place, slots, first, tokens, key, key_stride, value, value_stride, io_type);
+    a.threaded = threaded && omp_get_max_threads() > 1 && tokens * shape_.num_kv_heads * shape_.head_dim > 65536;
+    kernels->write(a);
   }
 
-  // Norm (unless q.norm and key_norm are null), rotation and write; q: all but its tokens, heads, dim and threads. No
-  // q.x: keys and values alone.
-  void rotary_write(int64_t place, const int64_t* slots, RotaryArgs q, const float* key_norm, const void* key,
-                    int64_t key_stride, const void* value, int64_t value_stride) const {
-    q.tokens = tokens_, q.heads = q.x ? args_.num_heads : 0, q.dim = shape_.head_dim;
-    q.threaded = tokens_ > 1 && worth_threads(tokens_ * (q.heads + shape_.num_kv_heads) * shape_.head_dim);
-    kernels->rotary_write({q, key_norm, write_args(place, slots, key, key_stride, value, value_stride, q.type)});
+  // Norm (unless q.norm and key_norm are null), rotation and write of q.tokens tokens from `first` on; q.dim is the
+  // cache's. No q.x: keys and values alone.
+  void rotary_write(int64_t place, const int64_t* slots, int64_t first, const RotaryArgs& q, const float* key_norm,
+                    const void* key, int64_t key_stride, const void* value, int64_t value_stride) const {
+    kernels->rotary_write(
+        {q, key_norm, write_args(place, slots, first, q.tokens, key, key_stride, value, value_stride, q.type)});
   }
 
   // pairs: source, destination, source, destination, … in order: a later pair may read what an earlier one wrote.
@@ -183,20 +185,18 @@ class Attention {
     tail_plan_.window = plans_.at(static_cast<size_t>(places_.back().window)).window;
     planner_->fill(tail_plan_, tails_, threads_);
   }
-  WriteArgs write_args(int64_t place, const int64_t* slots, const void* key, int64_t key_stride, const void* value,
-                       int64_t value_stride, DType io_type) const {
+  WriteArgs write_args(int64_t place, const int64_t* slots, int64_t first, int64_t tokens, const void* key,
+                       int64_t key_stride, const void* value, int64_t value_stride, DType io_type) const {
     const int64_t limit = shape_.num_blocks * shape_.block_size;
-    for (int64_t t = 0; t < tokens_; ++t) {
+    for (int64_t t = first; t < first + tokens; ++t) {
       if (slots[t] < 0 || slots[t] >= limit)
         throw std::out_of_range("slot " + std::to_string(slots[t]) + " of token " + std::to_string(t) +
                                 " lies outside the pool of " + std::to_string(limit) + " slots");
     }
-    WriteArgs a{layer_base(place), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
-                shape_.block_size, shape_.head_dim, shape_.num_kv_heads, slots, tokens_,
-                key, value, key_stride, value_stride, io_type,
-                false, {args_.halves[0], args_.halves[1]}};
-    a.threaded = omp_get_max_threads() > 1 && tokens_ * shape_.num_kv_heads * shape_.head_dim > 65536;
-    return a;
+    return {layer_base(place), args_.kv_type, args_.block_stride, args_.head_stride, args_.value_offset,
+            shape_.block_size, shape_.head_dim, shape_.num_kv_heads, slots + first, tokens,
+            key, value, key_stride, value_stride, io_type,
+            false, {args_.halves[0], args_.halves[1]}};
   }
   char* layer_base(int64_t place) const {
     if (place < 0 || place >= shape_.layers)

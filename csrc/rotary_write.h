@@ -17,7 +17,7 @@ void rotary_write_typed(const RotaryWriteArgs& a) {
   const WriteArgs& w = a.write;
 #pragma omp parallel for schedule(dynamic, 8) if (q.threaded)
   for (int64_t t = 0; t < q.tokens; ++t) {
-    const float *cos = q.cos + t * q.dim, *sin = q.sin + t * q.dim;
+    const float *cos = q.cos + q.turn(t), *sin = q.sin + q.turn(t);
     for (int64_t h = 0; h < q.heads; ++h)
       rotary_head((const IO*)q.x + t * q.x_stride + h * q.dim, (IO*)q.out + (t * q.heads + h) * q.dim, q.dim, cos, sin,
                   q.norm, q.eps);

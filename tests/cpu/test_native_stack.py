@@ -191,6 +191,43 @@ def test_gemma_270m_shapes() -> None:
         assert_same(decoder_of(spec, torch.bfloat16), spec)
 
 
+#: 400 tokens are enough for strips; then as many are wanted of them, a few, and in a last step nobody sees any.
+MANY = [(s, 0, 100) for s in range(4)]
+MANY_WANTED = ((100, 100, 100, 90), (0, 1, 100, 100), (0, 2, 0, 0), (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_many_tokens_go_through_in_strips(family: str, quantization: str | None) -> None:
+    spec = spec_of(family)
+    decoder = decoder_of(spec, torch.bfloat16, quantization)
+    for count in (1, 2):
+        with threads(count):
+            one, other = (Pool(spec, kind) for kind in (cpu.NativeAttention, Separate))
+            hidden = one.step(decoder, MANY)
+            assert torch.equal(hidden, other.step(decoder, MANY))
+            for wanted in MANY_WANTED:
+                partly = Pool(spec, cpu.NativeAttention)
+                assert_wanted(partly.step(decoder, MANY, wanted), hidden, MANY, wanted)
+                assert torch.equal(partly.kv.view(torch.uint8), other.kv.view(torch.uint8))
+            following = [(s, 100, 101) for s in range(4)]
+            assert torch.equal(one.step(decoder, following), other.step(decoder, following))
+
+
+def test_what_goes_wrong_in_a_strip_is_said_and_leaves_nothing_behind() -> None:
+    spec = spec_of("qwen3")
+    decoder, pool = decoder_of(spec), Pool(spec, cpu.NativeAttention)
+    with threads(2):
+        expected = pool.step(decoder, MANY)
+        slots, blocks = pool.backend._slots[0], pool.kv.shape[0]
+        for token in (0, 399):  # of the first strip and of the last
+            kept, slots[token] = int(slots[token]), blocks * BLOCK
+            with pytest.raises(BoundsError, match=f"layer 0: slot {blocks * BLOCK} of token {token} lies outside"):
+                decoder.forward(torch.zeros(400, dtype=torch.int64), torch.arange(400), pool.backend)
+            slots[token] = kept
+        assert torch.equal(pool.step(decoder, MANY), expected)
+
+
 def test_positions_past_the_first_tables() -> None:
     spec = spec_of("gemma3", max_position_embeddings=4096)
     decoder = decoder_of(spec)
