@@ -2,6 +2,7 @@
 // written for them run in tests anywhere. Eight tiles, each up to 16 rows of 64 bytes.
 #pragma once
 
+#include "register_tile.h"
 #include "simd.h"
 
 #include <cstdint>
@@ -154,6 +155,15 @@ OCTAVO_INLINE void round32(const float* from, bf16* to) {
 #else
   const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
   memcpy(to, &both, sizeof both);
+#endif
+}
+
+OCTAVO_INLINE void round16(vec from, bf16* to) {
+#if defined(OCTAVO_EMULATE)
+  store(to, low_half(&from)), store(to + 8, high_half(&from));
+#else
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)from);
+  memcpy(to, &rounded, sizeof rounded);
 #endif
 }
 

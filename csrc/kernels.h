@@ -88,6 +88,8 @@ struct LinearArgs {
   int64_t m, n, k;
   bool threaded;
   Best* best;  // not null: nothing is written to y, but the best of each row and run: [argmax_runs(m, n, k, type), m]
+  // x, or what a gated product writes to y, as `takes_tiles` describes it; only where it is true of x's (y's) weight.
+  bool x_tiles = false, y_tiles = false;
 };
 
 // Panels that one thread multiplies in one go for m rows of a weight [n, k]; runs start at multiples of it.
@@ -286,6 +288,9 @@ struct KernelTable {
   bool (*linear)(const LinearArgs&);            // false: out of memory
   // y [m, n / 2] = activate(first half of the outputs) * second half. False, and nothing done: `linear` and `gate` then.
   bool (*gated_linear)(const LinearArgs&, Activation);
+  // Whether products with weights of `type` round their inputs to tiles anyway, [rows / 16, up][k / 32][16][32] bfloat16, so
+  // that who computes inputs may write them as such.
+  bool (*takes_tiles)(DType type, int64_t k);
   bool (*quantized_linear)(const LinearArgs&, const QuantizedFormat&);
   bool (*gated_quantized)(const LinearArgs&, const QuantizedFormat&, Activation);  // as `gated_linear`
   // Screens have a layout of their own on each instruction set, and take a row as `linear` takes it.

@@ -50,9 +50,14 @@ LayerStack::Strips LayerStack::strips_of(int64_t tokens) {
   return {(tokens + height - 1) / height, height, threads};
 }
 
+// Of floats, or of tiles in half as much.
+int64_t LayerStack::gated_floats(int64_t height) const {
+  return whole_lines(std::max(height * gated_stride(), whole_rows(height) * shape_.inner / 2));
+}
+
 int64_t LayerStack::strip_floats(int64_t height) const {
   const int64_t attention = whole_lines(height * qkv_width_) + whole_lines(height * key_width_);
-  const int64_t mlp = whole_lines(height * 2 * shape_.inner) + whole_lines(height * gated_stride());
+  const int64_t mlp = whole_lines(height * 2 * shape_.inner) + gated_floats(height);
   return 2 * whole_lines(height * shape_.hidden) + std::max(attention, mlp);
 }
 
@@ -266,40 +271,42 @@ void LayerStack::after_attention(size_t index, Strip& s, const StackStep& step) 
   float* residual = step.residual + s.first * shape_.hidden;
   multiply(l.out, attended_ + s.first * query_width_, query_width_, s.mixed, s);
   const float* x = add_norm(residual, l.post_attention_norm, l.mlp_norm, s.normed, s);
-  const int64_t stride = multiply_gated(l.gate_up, x, s);
-  multiply(l.down, s.gated, stride, s.mixed, s);
+  const Gated gated = multiply_gated(l, x, s);
+  multiply(l.down, s.gated, gated.stride, s.mixed, s, gated.tiles);
   add_norm(residual, l.post_mlp_norm, last ? final_norm_ : layers_[index + 1].attention_norm,
            last ? step.out + s.first * shape_.hidden : s.normed, s);
 }
 
-// Outputs [first, last) into their places in rows of y. Up to fifteen before them may be written too: a weight's panels
+// Outputs [first, last) into their places in rows of y; tiles: x is such. Up to fifteen before them may be written too: a weight's panels
 // are not cut.
 void LayerStack::multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                                int64_t first, int64_t last, Strip& s) {
+                                int64_t first, int64_t last, Strip& s, bool tiles) {
   for (const Product::Part& part : product.parts) {
     const int64_t outputs = part.weight->outputs();
     const int64_t from = std::max<int64_t>(first, 0) / kPanel * kPanel, to = std::min(last, outputs);
     if (from < to)
-      part.weight->multiply_floats(x, stride, s.tokens, y + from, y_stride, part.bias, from, to, s.threaded);
+      part.weight->multiply_floats(x, stride, s.tokens, y + from, y_stride, part.bias, from, to, tiles, s.threaded);
     y += outputs, first -= outputs, last -= outputs;
   }
   count(Part::products, s);
 }
 
-// The MLP's first product and its gate, in one where a kernel does both. Returns the row stride of `gated`.
-int64_t LayerStack::multiply_gated(const Product& product, const float* x, Strip& s) {
+// The MLP's first product and its gate, in one where a kernel does both, and then as the second product wants it.
+LayerStack::Gated LayerStack::multiply_gated(const StackLayer& layer, const float* x, Strip& s) {
+  const Product& product = layer.gate_up;
   const Product::Part& first = product.parts.front();
-  const int64_t inner = shape_.inner, hidden = shape_.hidden, apart = gated_stride();
-  if (product.parts.size() == 1 && first.weight->multiply_gated(x, hidden, s.tokens, s.gated, apart, first.bias,
-                                                                shape_.activation, s.threaded)) {
+  const int64_t inner = shape_.inner, hidden = shape_.hidden;
+  const Gated gated = {gated_stride(), layer.down.takes_tiles() && product.takes_tiles()};
+  if (product.parts.size() == 1 && first.weight->multiply_gated(x, hidden, s.tokens, s.gated, gated.stride, first.bias,
+                                                                shape_.activation, gated.tiles, s.threaded)) {
     count(Part::products, s);
-    return apart;
+    return gated;
   }
   multiply(product, x, hidden, s.gate_up, s);
   kernels->gate({s.gate_up, s.gated, 2 * inner, s.tokens, inner, shape_.activation, DType::f32,
                  s.threaded && s.tokens > 1 && worth_threads(s.tokens * inner * 4)});
   count(Part::small, s);
-  return inner;
+  return {inner, false};
 }
 
 void LayerStack::norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out,

@@ -39,6 +39,7 @@ struct Product {
     for (const Part& part : parts) sum += part.weight->outputs();
     return sum;
   }
+  bool takes_tiles() const { return parts.size() == 1 && parts.front().weight->takes_tiles(); }
 };
 
 // Norms are float32 weights, null where the layer has none. Without a norm before it, a product reads the residual.
@@ -102,6 +103,10 @@ class LayerStack {
  private:
   using Clock = std::chrono::steady_clock;
 
+  struct Gated {  // how the MLP's first product left its outputs
+    int64_t stride;
+    bool tiles;
+  };
   struct Strips {
     int64_t count, height, owners;  // owners: threads that have memory for one
   };
@@ -111,6 +116,7 @@ class LayerStack {
   Strip strip(const Strips& strips, int64_t index, int64_t owner, int64_t tokens) const;
 
   void prepare(int64_t tokens, int64_t wanted);
+  int64_t gated_floats(int64_t height) const;
   int64_t strip_floats(int64_t height) const;
   void layers(Attention& attention, const StackStep& step);
   void last_layer(Attention& attention, const StackStep& step);
@@ -120,12 +126,12 @@ class LayerStack {
   void query_wanted(Strip& s, const StackStep& step);
   RotaryArgs rotary_args(const StackLayer& layer, const Strip& s, const StackStep& step, TokenRows query) const;
   void after_attention(size_t index, Strip& s, const StackStep& step);
-  void multiply(const Product& product, const float* x, int64_t stride, float* y, Strip& s) {
-    multiply_range(product, x, stride, y, product.outputs(), 0, product.outputs(), s);
+  void multiply(const Product& product, const float* x, int64_t stride, float* y, Strip& s, bool tiles = false) {
+    multiply_range(product, x, stride, y, product.outputs(), 0, product.outputs(), s, tiles);
   }
   void multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                      int64_t first, int64_t last, Strip& s);
-  int64_t multiply_gated(const Product& product, const float* x, Strip& s);
+                      int64_t first, int64_t last, Strip& s, bool tiles = false);
+  Gated multiply_gated(const StackLayer& layer, const float* x, Strip& s);
   void norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out, const Strip& s) const;
   const float* add_norm(float* residual, const float* post_norm, const float* weight, float* out, Strip& s);
   void count(Part part, Strip& s) const;

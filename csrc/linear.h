@@ -361,4 +361,6 @@ bool gated_linear(const LinearArgs& a, octavo::Activation kind) {
   });
 }
 
+bool takes_no_tiles(DType, int64_t) { return false; }
+
 }  // namespace

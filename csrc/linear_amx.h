@@ -24,7 +24,7 @@ constexpr int64_t kStepInputs = 32;          // inputs of a tile step
 constexpr int64_t kAmxColumn = 16;           // most rows that a panel meets one by one
 constexpr int64_t kAmxBlockBytes = 1 << 20;  // of rounded rows that pass a run of panels: they stay in the second-level cache
 
-// Rounded rows, [blocks of 16][steps][16][32]; zeros below the last row.
+// Rounded rows, [blocks of 16][steps][16][32]; of those below the last row nothing is read.
 struct AmxRows {
   const LinearArgs* args;
   bf16* tiles;
@@ -45,14 +45,10 @@ void round_rows(const AmxRows& x) {
 #pragma omp parallel for schedule(dynamic, 2) if (a.threaded && a.m * a.k > 65536)
   for (int64_t b = 0; b < x.blocks; ++b) {
     bf16* to = x.tiles + b * x.steps * kTileNumbers;
-    for (int64_t r = 0; r < 16; ++r) {
+    for (int64_t r = 0; r < 16 && b * 16 + r < a.m; ++r) {
       const In* from = (const In*)a.x + (b * 16 + r) * a.ldx;
-      for (int64_t s = 0; s < x.steps; ++s) {
-        if (b * 16 + r < a.m)
-          round_step(from + s * kStepInputs, to + s * kTileNumbers + r * kStepInputs);
-        else
-          memset(to + s * kTileNumbers + r * kStepInputs, 0, 64);
-      }
+      for (int64_t s = 0; s < x.steps; ++s)
+        round_step(from + s * kStepInputs, to + s * kTileNumbers + r * kStepInputs);
     }
   }
 }
@@ -78,11 +74,21 @@ OCTAVO_INLINE void put_row(const LinearArgs& a, int64_t row, int64_t panel, cons
   }
 }
 
+// The place of a row's outputs of a panel in rounded rows of `outputs` numbers.
+OCTAVO_INLINE bf16* in_tiles(void* tiles, int64_t outputs, int64_t row, int64_t panel) {
+  return (bf16*)tiles + (row / 16 * (outputs / kStepInputs) + panel / 2) * kTileNumbers + row % 16 * kStepInputs +
+         panel % 2 * kPanel;
+}
+
 // up: of the panel `twin` panels on.
 OCTAVO_INLINE void put_gated_row(const LinearArgs& a, octavo::Activation kind, int64_t row, int64_t panel, int64_t twin,
                                  const float* sums, const float* up) {
   const vec gate = activate_wide(biased(a, panel, load_wide(sums)), kind);
-  store_wide((float*)a.y + row * a.ldy + panel * kPanel, gate * biased(a, panel + twin, load_wide(up)));
+  const vec gated = gate * biased(a, panel + twin, load_wide(up));
+  if (a.y_tiles)
+    round16(gated, in_tiles(a.y, a.n / 2, row, panel));
+  else
+    store_wide((float*)a.y + row * a.ldy + panel * kPanel, gated);
 }
 
 // ---- Few rows: memory sets the pace ------------------------------------------------------------------------------------
@@ -210,6 +216,11 @@ class Squares {
 struct PutRows {
   const LinearArgs& a;
   int64_t end;  // of the panels
+  bool plain;   // two panels of sums go to y as they are
+
+  PutRows(const LinearArgs& args, int64_t end_panel) : a(args), end(end_panel) {
+    plain = !a.best && !a.bias && a.y_type == DType::f32 && end * kPanel <= a.n && end % 2 == 0;
+  }
   OCTAVO_INLINE void ask(int64_t row, int64_t panel) const {
     if (a.best) return;
     const char* y = (const char*)a.y + (row * a.ldy + panel * kPanel) * octavo::element_size(a.y_type);
@@ -217,13 +228,18 @@ struct PutRows {
     if (a.y_type == DType::f32) __builtin_prefetch(y + 64, 1, 3);
   }
   OCTAVO_INLINE void put(int64_t row, int64_t panel, const float* sums, const float* sums2) const {
+    if (plain) {
+      float* y = (float*)a.y + row * a.ldy + panel * kPanel;
+      store_wide(y, load_wide(sums)), store_wide(y + kPanel, load_wide(sums2));
+      return;
+    }
     put_row(a, row, panel, sums);
     if (panel + 1 < end) put_row(a, row, panel + 1, sums2);
   }
 };
 
 void many_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  const PutRows put{*x.args, end};
+  const PutRows put(*x.args, end);
   Squares<PutRows> squares(x, put);
   for (int64_t p = begin; p < end; p += 2)
     squares.multiply(first, last, {p, x.panel(p), x.panel(p + 1 < end ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)});
@@ -235,7 +251,10 @@ struct PutGatedRows {
   octavo::Activation kind;
   int64_t twin;
   OCTAVO_INLINE void ask(int64_t row, int64_t panel) const {
-    __builtin_prefetch((const float*)a.y + row * a.ldy + panel * kPanel, 1, 3);
+    if (a.y_tiles)
+      __builtin_prefetch(in_tiles(a.y, a.n / 2, row, panel), 1, 3);
+    else
+      __builtin_prefetch((const float*)a.y + row * a.ldy + panel * kPanel, 1, 3);
   }
   OCTAVO_INLINE void put(int64_t row, int64_t panel, const float* sums, const float* up) const {
     put_gated_row(a, kind, row, panel, twin, sums, up);
@@ -282,7 +301,11 @@ Scratch& scratch() {
 // Calls run(rows) with the rounded rows of x. False: out of memory.
 template <class F>
 bool with_tiles(const LinearArgs& a, const F& run) {
-  AmxRows x = {&a, nullptr, a.k / kStepInputs, (a.m + 15) / 16};
+  AmxRows x = {&a, (bf16*)a.x, a.k / kStepInputs, (a.m + 15) / 16};
+  if (a.x_tiles) {
+    run(x);
+    return true;
+  }
   x.tiles = (bf16*)scratch().take((size_t)(x.blocks * x.steps * kTileNumbers) * sizeof(bf16));
   if (!x.tiles) return false;
   switch (a.x_type) {
@@ -307,7 +330,7 @@ void share_blocks(const AmxRows& x, int64_t panels, int64_t length, const Run& r
 }
 
 // Whether inputs of products with weights of `type` are rounded to bfloat16.
-OCTAVO_INLINE bool rounds_inputs_amx(DType type, int64_t k) { return type == DType::bf16 && k % kStepInputs == 0; }
+bool rounds_inputs_amx(DType type, int64_t k) { return type == DType::bf16 && k % kStepInputs == 0; }
 
 bool linear_amx(const LinearArgs& a) {
   if (!rounds_inputs_amx(a.weight_type, a.k)) return linear(a);
@@ -326,7 +349,7 @@ bool linear_amx(const LinearArgs& a) {
 
 bool gated_linear_amx(const LinearArgs& a, octavo::Activation kind) {
   if (!rounds_inputs_amx(a.weight_type, a.k)) return gated_linear(a, kind);
-  if (a.n % (2 * kPanel) || a.y_type != DType::f32 || a.best) return false;
+  if (a.n % (2 * kPanel) || (a.y_tiles && a.n % (2 * kStepInputs)) || a.y_type != DType::f32 || a.best) return false;
   const int64_t twin = a.n / kPanel / 2;
   return with_tiles(a, [&](const AmxRows& x) {
     if (a.m <= kAmxColumn) {

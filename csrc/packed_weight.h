@@ -114,19 +114,22 @@ class PackedWeight {
   }
 
   // Outputs [first, last), `first` being the first of a panel: x float32 [m, k], row stride ldx; y float32 [m, last -
-  // first], row stride ldy. threaded: whether threads may share it. The caller may hold the interpreter lock or not.
+  // first], row stride ldy. x_tiles: x is such, see `KernelTable::takes_tiles`. threaded: whether threads may share it.
+  // The caller may hold the interpreter lock or not.
   void multiply_floats(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias, int64_t first,
-                       int64_t last, bool threaded) const {
+                       int64_t last, bool x_tiles, bool threaded) const {
     compute({panel(first / kPanel), type_, bias ? bias + first : nullptr, x, DType::f32, ldx,
-             y, DType::f32, ldy, m, last - first, k_, false, nullptr},
+             y, DType::f32, ldy, m, last - first, k_, false, nullptr, x_tiles},
             threaded);
   }
 
-  // The same with the first half of the outputs gated by the second: y [m, n / 2]. False, and nothing done, where no
-  // kernel does both.
+  bool takes_tiles() const { return !format_.bits && kernels->takes_tiles(type_, k_); }
+
+  // The same with the first half of the outputs gated by the second: y [m, n / 2], or y_tiles. False, and nothing done,
+  // where no kernel does both.
   bool multiply_gated(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias,
-                      Activation kind, bool threaded) const {
-    LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr};
+                      Activation kind, bool y_tiles, bool threaded) const {
+    LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr, false, y_tiles};
     a.threaded = threaded && worth_sharing(m);
     return format_.bits ? kernels->gated_quantized(a, format_, kind) : kernels->gated_linear(a, kind);
   }
