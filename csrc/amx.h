@@ -44,6 +44,7 @@ inline void zero_tile(int t) { memset(tiles[t].data, 0, sizeof tiles[t].data); }
 inline void load_tile(int t, const void* from, int64_t stride) {
   for (int r = 0; r < tiles[t].rows; ++r) memcpy(tiles[t].data[r], (const char*)from + r * stride, tiles[t].bytes);
 }
+inline void stream_tile(int t, const void* from, int64_t stride) { load_tile(t, from, stride); }
 inline void store_tile(int t, void* to, int64_t stride) {
   for (int r = 0; r < tiles[t].rows; ++r) memcpy((char*)to + r * stride, tiles[t].data[r], tiles[t].bytes);
 }
@@ -94,6 +95,7 @@ inline void release_tiles() { _tile_release(); }
 // Tile numbers are part of the instruction: macros, so that they stay constants without optimisation too.
 #define zero_tile(t) _tile_zero(t)
 #define load_tile(t, from, stride) _tile_loadd(t, from, stride)
+#define stream_tile(t, from, stride) _tile_stream_loadd(t, from, stride)
 #define store_tile(t, to, stride) _tile_stored(t, to, stride)
 #define multiply_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
 #define multiply_byte_tiles(c, a, b) _tile_dpbssd(c, a, b)
@@ -104,17 +106,27 @@ constexpr int64_t kTileNumbers = 16 * 32;  // of bfloat16 in a tile: one KiB
 
 // Two tiles of rows (`a`, `a2`, rows `stride` bytes apart) times two of columns: sums in tiles 0 to 3, row by row. All loads
 // come before the products: a core that is shared has few tiles to rename, and a load between products waits for them.
+// RowsPass: the columns' lines are to stay in the first-level cache for the next rows, those of rows leave it first; else
+// the other way round.
 OCTAVO_INLINE void zero_square() {
   zero_tile(0);
   zero_tile(1);
   zero_tile(2);
   zero_tile(3);
 }
+template <bool RowsPass>
 OCTAVO_INLINE void multiply_square(const bf16* a, const bf16* a2, int64_t stride, const bf16* b, const bf16* b2) {
-  load_tile(4, a, stride);
-  load_tile(6, b, 64);
-  load_tile(7, b2, 64);
-  load_tile(5, a2, stride);
+  if constexpr (RowsPass) {
+    stream_tile(4, a, stride);
+    load_tile(6, b, 64);
+    load_tile(7, b2, 64);
+    stream_tile(5, a2, stride);
+  } else {
+    load_tile(4, a, stride);
+    stream_tile(6, b, 64);
+    stream_tile(7, b2, 64);
+    load_tile(5, a2, stride);
+  }
   multiply_tiles(0, 4, 6);
   multiply_tiles(1, 4, 7);
   multiply_tiles(2, 5, 6);

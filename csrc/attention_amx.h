@@ -174,17 +174,24 @@ void put_nothing(int first, int count, int d, float* states) {
   }
 }
 
-void start_totals(const TileWork& w, int rows, int d) {
-  memset(w.total, 0, (size_t)rows * d * sizeof(float));
+// Totals need no zeros: the first segment that a row sees is copied to them.
+void start_totals(const TileWork& w, int rows) {
   for (int r = 0; r < rows; ++r) w.total_max[r] = kMinusInf, w.total_sum[r] = 0;
 }
 
+// Weighted values of rows [first, first + count) of an item, [count][d], by what their weights sum up to. A row whose
+// scores are all minus infinity has none: NaN, as 0 / 0.
 template <class IO>
-void finish_tiles(const AttentionArgs& a, int32_t token, int32_t head, int group, int rows, const TileWork& w) {
+void finish_tiles(const AttentionArgs& a, int32_t token, int32_t head, int group, int first, int count, const float* values,
+                  const float* max, const float* sums) {
   const int d = a.head_dim;
-  for (int r = 0; r < rows; ++r) {
-    IO* to = (IO*)a.out + ((int64_t)(token + r / group) * a.num_heads + head * group + r % group) * d;
-    store_columns(w.total + (int64_t)r * d, d, w.total_sum[r], to);
+  for (int r = 0; r < count; ++r) {
+    const int row = first + r;
+    IO* to = (IO*)a.out + ((int64_t)(token + row / group) * a.num_heads + head * group + row % group) * d;
+    if (max[r] == kMinusInf)
+      for (int j = 0; j < d; j += 8) store(to + j, splat(__builtin_nanf("")));
+    else
+      store_columns(values + (int64_t)r * d, d, 1.0f / sums[r], to);
   }
 }
 
@@ -199,7 +206,8 @@ bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, const Atte
     return (const IO*)a.query + (token + r / group) * a.query_stride + (int64_t)(it.head * group + r % group) * d;
   };
   pack_queries<IO>(rows, d, w.query, query_of);
-  start_totals(w, rows, d);
+  start_totals(w, rows);
+  const bool single = it.slot < 0 && begin / kSegment == (limit - 1) / kSegment;
   for (int32_t segment = begin / kSegment; segment * kSegment < limit; ++segment) {
     Segment s;
     s.origin = segment * kSegment, s.begin = greater(begin, s.origin), s.end = smaller(limit, s.origin + kSegment);
@@ -211,13 +219,17 @@ bool attend_item_amx(const AttentionArgs& a, const AttentionItem& it, const Atte
     float* states = it.slot < 0 ? nullptr : a.scratch + (it.slot + (int64_t)(segment - it.first_segment) * rows) * (d + 2);
     for (int first = 0; first < rows; first += kMostRows) {
       const int count = smaller(kMostRows, rows - first);
-      if (attend_rows(a, it, w, view, s, keys, first, count))
+      const bool seen = attend_rows(a, it, w, view, s, keys, first, count);
+      if (seen && single)
+        finish_tiles<IO>(a, token, it.head, group, first, count, w.acc, w.max, w.sum);
+      else if (seen)
         put_rows(w, first, count, d, states);
       else if (states)
         put_nothing(first, count, d, states);
     }
   }
-  if (it.slot < 0) finish_tiles<IO>(a, token, it.head, group, rows, w);
+  if (it.slot < 0 && !single)
+    finish_tiles<IO>(a, token, it.head, group, 0, rows, w.total, w.total_max, w.total_sum);
   return true;
 }
 
@@ -225,14 +237,15 @@ template <class IO>
 void merge_item_amx(const AttentionArgs& a, const Merge& m, float* memory) {
   const int d = a.head_dim, group = a.num_heads / a.num_kv_heads, rows = (m.end_query - m.first_query) * group;
   const TileWork w = carve_tiles(memory, a.max_rows, d);
-  start_totals(w, rows, d);
+  start_totals(w, rows);
   for (int32_t s = 0; s < m.segments; ++s) {
     for (int r = 0; r < rows; ++r) {
       const float* state = a.scratch + (m.slot + (int64_t)s * rows + r) * (d + 2);
       join_wide(w.total_max + r, w.total_sum + r, w.total + (int64_t)r * d, state[0], state[1], state + 2, d);
     }
   }
-  finish_tiles<IO>(a, a.rows[m.row].query_start + m.first_query, m.head, group, rows, w);
+  finish_tiles<IO>(a, a.rows[m.row].query_start + m.first_query, m.head, group, 0, rows, w.total, w.total_max,
+                   w.total_sum);
 }
 
 template <class IO>

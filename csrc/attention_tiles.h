@@ -87,28 +87,46 @@ OCTAVO_INLINE void pair_values(const bf16* even, const bf16* odd, int d, bf16* t
   }
 }
 
-// Columns in the order of `pair_values` -> in their own, shared by `share`.
+// Columns in the order of `pair_values` -> in their own, times `share`.
 template <class IO>
 OCTAVO_INLINE void store_columns(const float* from, int d, float share, IO* to) {
   for (int j = 0; j < d; j += 32) {
+    const vec one = load_wide(from + j) * splat_wide(share), other = load_wide(from + j + 16) * splat_wide(share);
     alignas(64) float part[32];
-    for (int q = 0; q < 4; ++q)
-      for (int half = 0; half < 2; ++half) memcpy(part + 8 * q + 4 * half, from + j + 16 * half + 4 * q, 16);
-    for (int i = 0; i < 32; i += 8) store(to + j + i, load(part + i) / splat(share));
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const vec first = (vec)_mm512_permutex2var_ps((__m512)one, low, (__m512)other);
+    const vec second = (vec)_mm512_permutex2var_ps((__m512)one, high, (__m512)other);
+    if constexpr (__is_same(IO, float)) {
+      store_wide(to + j, first), store_wide(to + j + 16, second);
+      continue;
+    }
+    store_wide(part, first), store_wide(part + 16, second);
+#else
+    for (int c = 0; c < 32; ++c) part[c] = (c % 8 < 4 ? one : other)[c / 8 * 4 + c % 4];
+#endif
+    for (int i = 0; i < 32; i += 8) store(to + j + i, load(part + i));
   }
 }
 
-// Query rows as tiles, rows below the last one zeros.
+// 32 numbers of a query, rounded.
+OCTAVO_INLINE void round_query(const float* from, bf16* to) { round32(from, to); }
+OCTAVO_INLINE void round_query(const bf16* from, bf16* to) { memcpy(to, from, 64); }
+OCTAVO_INLINE void round_query(const f16* from, bf16* to) {
+  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
+}
+
+// Query rows as tiles, rows below the last one zeros. A pair of inputs is moved as if it were a float.
 template <class IO, class At>
 void pack_queries(int rows, int d, bf16* to, const At& row_at) {
-  const int whole = (rows + kTileRows - 1) / kTileRows * kTileRows;
-  for (int r = 0; r < whole; ++r) {
-    bf16* row = to + (int64_t)(r / kTileRows) * kTileRows * d + r % kTileRows * 2;
-    const IO* from = r < rows ? row_at(r) : nullptr;
-    for (int j = 0; j < d; j += 8) {
-      bf16 part[8];
-      store(part, from ? load(from + j) : splat(0));
-      for (int i = 0; i < 8; i += 2) memcpy(row + (int64_t)(j + i) * kTileRows, part + i, 4);
+  alignas(64) float pairs[256];
+  for (int first = 0; first < rows; first += kTileRows, to += (int64_t)kTileRows * d) {
+    const int count = smaller(kTileRows, rows - first);
+    memset(pairs + count * 16, 0, (size_t)(kTileRows - count) * 64);
+    for (int j = 0; j < d; j += 32) {
+      for (int r = 0; r < count; ++r) round_query(row_at(first + r) + j, (bf16*)(pairs + r * 16));
+      transpose16(pairs, (float*)(to + (int64_t)j * kTileRows), 16);
     }
   }
 }
@@ -148,7 +166,7 @@ OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16*
   zero_square();
   for (int j = 0; j < d; j += 32) {
     const bf16* rows = query + (int64_t)j * kTileRows;
-    multiply_square(keys + j, keys2 + j, stride, rows, rows + apart);
+    multiply_square<true>(keys + j, keys2 + j, stride, rows, rows + apart);
   }
   store_square(turned);
   transpose16(turned, scores, kSegment);
@@ -223,7 +241,7 @@ OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
     const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
     for (int s = from; s < to; ++s) {
       const bf16* rows = w.weights + s * kTileNumbers;
-      multiply_square(rows, rows + apart, 64, v + s * depth, v + s * depth + kTileNumbers);
+      multiply_square<false>(rows, rows + apart, 64, v + s * depth, v + s * depth + kTileNumbers);
     }
     store_tile(0, w.acc + j, stride);
     store_tile(1, w.acc + j + 16, stride);

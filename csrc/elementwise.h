@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "register_tile.h"
 #include "simd.h"
 
 #include <math.h>
@@ -96,16 +97,72 @@ OCTAVO_INLINE void norm_row(const NormArgs& a, int64_t r) {
   }
 }
 
+#if defined(OCTAVO_WIDE)
+
+// `inverse_rms` of floats f(j), a vector of them at value j; dim is a multiple of 32. The sums are those of `sum_squares`,
+// two of them side by side, so the bits are too.
+template <class F>
+OCTAVO_INLINE float inverse_rms_wide(int64_t dim, float eps, F f) {
+  vec first = splat_wide(0), second = splat_wide(0);
+  for (int64_t j = 0; j < dim; j += 32) {
+    const vec v = f(j), w = f(j + 16);
+    first = fma(v, v, first), second = fma(w, w, second);
+  }
+  const f8 squares[4] = {low_half(&first), high_half(&first), low_half(&second), high_half(&second)};
+  return inverse_rms(squares, dim, eps);
+}
+OCTAVO_INLINE vec row_scale_wide(const float* x, int64_t dim, float eps) {
+  return splat_wide(inverse_rms_wide(dim, eps, [&](int64_t j) __attribute__((always_inline)) { return load_wide(x + j); }));
+}
+
+// `norm_row` of floats.
+template <bool First, bool Residual>
+OCTAVO_INLINE void norm_row_wide(const NormArgs& a, int64_t r) {
+  const float* x = (const float*)a.x + r * a.x_stride;
+  const float* residual = Residual ? (const float*)a.residual + r * a.dim : nullptr;
+  float* total = Residual ? (float*)a.sum + r * a.dim : nullptr;
+  float* out = (float*)a.out + r * a.dim;
+  const vec first = First ? row_scale_wide(x, a.dim, a.eps) : splat_wide(1);
+  const float inverse = inverse_rms_wide(a.dim, a.eps, [&](int64_t j) __attribute__((always_inline)) {
+    vec v = load_wide(x + j);
+    if (First) v = v * first * load_wide(a.first + j);
+    if (Residual) {
+      v = load_wide(residual + j) + v;
+      store_wide(total + j, v);
+    }
+    return v;
+  });
+  const float* from = Residual ? total : x;
+  for (int64_t j = 0; j < a.dim; j += 16)
+    store_wide(out + j, load_wide(from + j) * splat_wide(inverse) * load_wide(a.weight + j));
+}
+
+template <class T, bool First, bool Residual>
+OCTAVO_INLINE void norm_one(const NormArgs& a, int64_t r) {
+  if constexpr (__is_same(T, float))
+    if (a.dim % 32 == 0) return norm_row_wide<First, Residual>(a, r);
+  norm_row<T, First, Residual>(a, r);
+}
+
+#else
+
+template <class T, bool First, bool Residual>
+OCTAVO_INLINE void norm_one(const NormArgs& a, int64_t r) {
+  norm_row<T, First, Residual>(a, r);
+}
+
+#endif
+
 template <class T>
 void norm_typed(const NormArgs& a) {
 #pragma omp parallel for schedule(dynamic, 8) if (a.threaded)
   for (int64_t r = 0; r < a.rows; ++r) {
     if (!a.residual)
-      norm_row<T, false, false>(a, r);
+      norm_one<T, false, false>(a, r);
     else if (!a.first)
-      norm_row<T, false, true>(a, r);
+      norm_one<T, false, true>(a, r);
     else
-      norm_row<T, true, true>(a, r);
+      norm_one<T, true, true>(a, r);
   }
 }
 
@@ -117,10 +174,28 @@ void norm(const NormArgs& a) {
   }
 }
 
+#if defined(OCTAVO_WIDE)
+// `rotary_head` of floats; half is a multiple of 16.
+OCTAVO_INLINE void rotary_head_wide(const float* x, float* out, int64_t half, const float* cos, const float* sin,
+                                    const float* weight, float eps) {
+  const vec scale = weight ? row_scale_wide(x, 2 * half, eps) : splat_wide(1);
+  for (int64_t j = 0; j < half; j += 16) {
+    vec a = load_wide(x + j), b = load_wide(x + half + j);
+    if (weight) a = a * scale * load_wide(weight + j), b = b * scale * load_wide(weight + half + j);
+    store_wide(out + j, a * load_wide(cos + j) - b * load_wide(sin + j));
+    store_wide(out + half + j, b * load_wide(cos + half + j) + a * load_wide(sin + half + j));
+  }
+}
+#endif
+
 // One head: optional norm, then (x1, x2) -> (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), the halves of Su et al. 2021.
 template <class T>
 void rotary_head(const T* x, T* out, int64_t dim, const float* cos, const float* sin, const float* weight, float eps) {
   const int64_t half = dim / 2;
+#if defined(OCTAVO_WIDE)
+  if constexpr (__is_same(T, float))
+    if (dim % 32 == 0) return rotary_head_wide(x, out, half, cos, sin, weight, eps);
+#endif
   const f8 scale = weight ? row_scale(x, dim, eps) : splat(1);
   for (int64_t j = 0; j < half; j += 8) {
     const int64_t count = half - j;

@@ -184,7 +184,7 @@ class Squares {
     zero_square();
     for (int64_t i = 0; i < x_.steps * kTileNumbers; i += kTileNumbers) {
       if constexpr (Two)
-        multiply_square(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
+        multiply_square<true>(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
       else
         multiply_half(rows + i, pair.w + i, pair.w2 + i);
       for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
