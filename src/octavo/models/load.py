@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from octavo.config import EngineConfig
 from octavo.core.weight_format import worth_screening
 from octavo.devices import device_of
 from octavo.errors import ConfigError, ModelError
+from octavo.host_memory import give_memory_back
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
@@ -163,7 +162,7 @@ class _Source:
         return open_safetensors(self._tensors, self.spec, on_progress, self.scheme)
 
     def tokenizer(self) -> Tokenizer:
-        from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+        from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 
         if self._gguf is not None:
             return load_tokenizer_gguf(self._gguf)
@@ -213,7 +212,7 @@ def _examined(name: str, load_format: str, model_impl: str) -> _Source:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer on its own: from a model name, a directory with tokenizer.json, or a GGUF file."""
-    from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+    from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 
     path = Path(name).expanduser()
     if path.is_dir() and (path / "tokenizer.json").is_file():
@@ -291,7 +290,7 @@ def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]
     try:
         yield
     finally:
-        _give_memory_back()
+        give_memory_back()
         weights.report(queue.done)
         decoder.finish_loading()
         while helper.is_alive():
@@ -299,13 +298,6 @@ def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]
             helper.join(0.05)
         weights.report(queue.done)
         queue.check()
-
-
-def _give_memory_back() -> None:
-    """Free memory that the C library keeps for later goes back to the system: 190 MiB after Gemma's tokenizer."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 def _tokenizer_of(config: EngineConfig, source: _Source) -> Tokenizer:
