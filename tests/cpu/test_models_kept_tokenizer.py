@@ -1,4 +1,4 @@
-"""A tokenizer from the user's cache is the one its files give; a cache that is stale, damaged or closed is no matter."""
+"""A tokenizer from the user's cache is the one its files give, whatever state the cache is in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_models_tokenizer import CORPUS, assert_equal, trained_byte_level, write_vocabulary
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from helpers.tiny_models import byte_tokenizer, write_tokenizer
+from helpers.tiny_models import byte_tokenizer, write_tiny, write_tokenizer
+from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.models import kept_tokens, tokenizer_files
 from octavo.models.gguf_file import GGUFFile
@@ -22,7 +24,6 @@ from octavo.models.kept_tokens import read_kept, tokens_of, write_kept
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 from octavo.text.detokenizer import Detokenizer
-from test_models_tokenizer import CORPUS, assert_equal, trained_byte_level, write_vocabulary
 
 FACTS = ("bos_token_id", "eos_token_ids", "special_tokens", "chat_templates", "special_ids", "vocab_size")
 
@@ -175,7 +176,7 @@ def test_a_new_version_of_the_library_or_of_the_code_starts_anew(model: Path, mo
     monkeypatch.setattr("tokenizers.__version__", "99")
     assert not isinstance(load_tokenizer_directory(model), KeptTokenizer)
     assert isinstance(load_tokenizer_directory(model), KeptTokenizer)
-    monkeypatch.setattr("octavo.models.kept_tokenizer.CODE", ("load.py",))
+    monkeypatch.setattr("octavo.models.kept_tokenizer.CODE", ("load",))
     assert not isinstance(load_tokenizer_directory(model), KeptTokenizer)
 
 
@@ -288,3 +289,28 @@ def test_nothing_at_all_can_be_kept(tmp_path: Path) -> None:
     found = read_kept(tmp_path / "x")
     assert found is not None and found.id_to_token(0) is None and found.special_ids == frozenset()
     assert kept_tokens.read_kept(tmp_path / "y") is None
+
+
+def test_prepare_loads_the_library_at_once(model: Path) -> None:
+    load_tokenizer_directory(model).prepare()
+    kept = load_tokenizer_directory(model)
+    kept.prepare()
+    assert kept._backend is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_an_engine_starts_without_the_library_unless_texts_will_come(
+    texts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny("llama", tmp_path / "tiny")
+    LLM(str(tmp_path / "tiny"), num_blocks=20).close()
+    loads: list[object] = []
+    load = tokenizer_files._from_directory
+    monkeypatch.setattr(tokenizer_files, "_from_directory", lambda *a: loads.append(a) or load(*a))
+    with LLM(str(tmp_path / "tiny"), num_blocks=20, texts=texts) as llm:
+        assert len(loads) == texts
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+        ids = llm.generate({"prompt_token_ids": [256, 65, 66]}, params)[0].outputs[0]
+        assert len(loads) == texts and ids.text  # ids in, text out
+        text = llm.generate("AB", params)[0].outputs[0]
+        assert len(loads) == 1 and text.text == ids.text == llm.decode(ids.token_ids)

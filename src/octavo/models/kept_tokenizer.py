@@ -27,7 +27,7 @@ from octavo.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.models")
 #: What decides what files are made into, and what is kept of it: modules beside this one.
-CODE = ("tokenizer.py", "tokenizer_files.py", "gguf_tokenizer.py", "gguf_reader.py", "kept_tokens.py", Path(__file__).name)
+CODE = ("tokenizer", "tokenizer_files", "gguf_tokenizer", "gguf_reader", "kept_tokens", "kept_tokenizer")
 #: Bytes of a tokenizer's files from which on it is worth keeping: smaller ones load in a tenth of a second.
 WORTH_KEEPING = 4 << 20
 SWITCH = "OCTAVO_TOKENIZER_CACHE"
@@ -35,6 +35,11 @@ SWITCH = "OCTAVO_TOKENIZER_CACHE"
 
 class KeptTokenizer(Tokenizer):
     """A `Tokenizer` of kept tokens. `backend` is loaded on first use, once, whatever the number of threads."""
+
+    reading: KeptTokens
+    _load: Callable[[], Backend]
+    _lock: Lock
+    _backend: Backend | None
 
     def __init__(self, tokens: KeptTokens, load: Callable[[], Backend]) -> None:
         facts = tokens.facts
@@ -52,12 +57,17 @@ class KeptTokenizer(Tokenizer):
             object.__setattr__(self, name, value)  # frozen, as every tokenizer
 
     @property
-    def backend(self) -> Backend:  # type: ignore[override]
+    def backend(self) -> Backend:
         """The `tokenizers.Tokenizer` underneath. Raises `ModelError` if its files are others than at the start."""
         with self._lock:
-            if self._backend is None:
-                object.__setattr__(self, "_backend", self._load())
-            return self._backend
+            backend = self._backend
+            if backend is None:
+                backend = self._load()
+                object.__setattr__(self, "_backend", backend)
+            return backend
+
+    def prepare(self) -> None:
+        _ = self.backend
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +80,9 @@ class KeptTokenizer(Tokenizer):
         return f"KeptTokenizer({self.vocab_size} tokens)"
 
 
-def kept_or_made(make: Callable[[], Tokenizer], contents: Callable[[], Iterable[bytes]], where: str) -> Tokenizer:
+def kept_or_made(
+    make: Callable[[], Tokenizer], contents: Callable[[], Iterable[bytes | memoryview]], where: str
+) -> Tokenizer:
     """What `make` makes, from the cache if that is possible.
 
     contents: everything that the result depends on; called again when `make` has to be. where: the files, for messages.
@@ -98,11 +110,11 @@ def kept_or_made(make: Callable[[], Tokenizer], contents: Callable[[], Iterable[
     return tokenizer
 
 
-def _key(contents: Callable[[], Iterable[bytes]]) -> str:
+def _key(contents: Callable[[], Iterable[bytes | memoryview]]) -> str:
     found = sha256(tokenizers.__version__.encode())
-    code = (Path(__file__).with_name(name).read_bytes() for name in CODE)
+    code = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
     for part in (*code, *contents()):
-        found.update(len(part).to_bytes(8, "little"))
+        found.update(memoryview(part).nbytes.to_bytes(8, "little"))
         found.update(part)
     return found.hexdigest()
 

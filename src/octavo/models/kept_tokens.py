@@ -102,6 +102,6 @@ def read_kept(path: Path) -> KeptTokens | None:
 
 
 def _hash(text: np.ndarray, ends: np.ndarray) -> str:
-    found = sha256(np.ascontiguousarray(text))
-    found.update(np.ascontiguousarray(ends))
+    found = sha256(text.tobytes())
+    found.update(ends.tobytes())
     return found.hexdigest()

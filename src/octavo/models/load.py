@@ -232,10 +232,12 @@ def load_model(
     device: torch.device | str,
     ops: Ops,
     on_progress: Progress | None = None,
+    texts: bool = False,
 ) -> LoadedModel:
     """Everything named by `config.model`, `tokenizer`, `load_format`, `skip_tokenizer_init` and `seed` (dummy weights).
 
-    on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
+    on_progress(done_bytes, total_bytes) counts bytes of the files. texts: the tokenizer gets ready to encode, beside
+    the weights. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
     if config.quantization == "gguf" and source.files.kind != "gguf":
@@ -247,6 +249,8 @@ def load_model(
     decoder, weights = source.decoder(dtype, device, ops, config.seed, on_progress)
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
+        if texts and tokenizer is not None:
+            tokenizer.prepare()
     _check_vocabulary(source, tokenizer)
     before = decoder.weight_bytes
     screen_why = _screen_head(config.screen_head, decoder)

@@ -1,7 +1,7 @@
 """`Tokenizer`: text <-> token ids with the model's own files, over the `tokenizers` library.
 
 Built by `tokenizer_files.py`. It knows which ids begin and end a text and how a conversation is written; it does not
-know the model's embedding, so an id below `vocab_size` of the model may have no token here (then it decodes to nothing).
+know the model's embedding, so an id below the model's `vocab_size` may have no token here (it decodes to nothing).
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Tokenizer:
         """One more than the largest id with a token."""
         added = self.backend.get_added_tokens_decoder()
         return max(self.backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
+
+    def prepare(self) -> None:
+        """Load now what encoding needs, where that was put off."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the begin (and end) tokens the model's files ask for, unless switched off."""
