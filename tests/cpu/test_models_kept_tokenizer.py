@@ -23,6 +23,7 @@ from octavo.models.kept_tokenizer import SWITCH, KeptTokenizer
 from octavo.models.kept_tokens import read_kept, tokens_of, write_kept
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
+from octavo.server.settings import FOREIGN
 from octavo.text.detokenizer import Detokenizer
 
 FACTS = ("bos_token_id", "eos_token_ids", "special_tokens", "chat_templates", "special_ids", "vocab_size")
@@ -180,6 +181,11 @@ def test_a_new_version_of_the_library_or_of_the_code_starts_anew(model: Path, mo
     assert not isinstance(load_tokenizer_directory(model), KeptTokenizer)
 
 
+def test_code_without_sources(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.models.kept_tokenizer.CODE", ("no such module",))
+    assert load_tokenizer_directory(model).encode("a") and not kept_files(cache)
+
+
 def cut(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
@@ -235,6 +241,11 @@ def test_switched_off(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch)
     load_tokenizer_directory(model)
     monkeypatch.setenv(SWITCH, "0")
     assert not isinstance(load_tokenizer_directory(model), KeptTokenizer)
+
+
+def test_the_switch_is_no_setting_of_the_server() -> None:
+    """It refuses variables that look like its own and are not known."""
+    assert SWITCH in FOREIGN
 
 
 def test_small_files_are_not_worth_it(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +321,7 @@ def test_an_engine_starts_without_the_library_unless_texts_will_come(
     with LLM(str(tmp_path / "tiny"), num_blocks=20, texts=texts) as llm:
         assert len(loads) == texts
         params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
-        ids = llm.generate({"prompt_token_ids": [256, 65, 66]}, params)[0].outputs[0]
+        ids = llm.generate({"prompt_token_ids": byte_tokenizer().encode("AB").ids}, params)[0].outputs[0]
         assert len(loads) == texts and ids.text  # ids in, text out
         text = llm.generate("AB", params)[0].outputs[0]
         assert len(loads) == 1 and text.text == ids.text == llm.decode(ids.token_ids)

@@ -90,6 +90,8 @@ def kept_or_made(
     if os.environ.get(SWITCH) == "0":
         return make()
     key = _key(contents)
+    if key is None:
+        return make()
 
     def load() -> Backend:
         backend = make().backend
@@ -105,17 +107,21 @@ def kept_or_made(
     if (tokens := read_kept(path)) is not None:
         return KeptTokenizer(tokens, load)
     tokenizer = make()
-    if _key(contents) == key:
+    if _key(contents) == key:  # else the files changed meanwhile, and it is not what they say
         _keep(tokenizer, path)
     return tokenizer
 
 
-def _key(contents: Callable[[], Iterable[bytes | memoryview]]) -> str:
+def _key(contents: Callable[[], Iterable[bytes | memoryview]]) -> str | None:
+    """The name under which it is kept; None where something that decides it cannot be read (code without sources)."""
     found = sha256(tokenizers.__version__.encode())
-    code = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
-    for part in (*code, *contents()):
-        found.update(memoryview(part).nbytes.to_bytes(8, "little"))
-        found.update(part)
+    try:
+        code = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE]
+        for part in (*code, *contents()):
+            found.update(memoryview(part).nbytes.to_bytes(8, "little"))
+            found.update(part)
+    except OSError:
+        return None
     return found.hexdigest()
 
 
