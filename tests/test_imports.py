@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Modules at the top of the package that belong to a larger part.
 PART_OF = {
     "attention_settings": "engine", "builder": "engine", "sizing": "engine", "lora": "engine", "speculation": "engine",
-    "door": "engine",
+    "door": "engine", "starting": "engine",
     "engine_stats": "engine", "overlapping": "engine", "device_setup": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "turns": "interrupts", "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",

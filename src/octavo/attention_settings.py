@@ -13,7 +13,6 @@ import torch
 from octavo.config import Choice, EngineConfig
 from octavo.devices import Device
 from octavo.errors import ConfigError
-from octavo.kernels import ascend
 from octavo.logs import logger
 from octavo.models.spec import ModelSpec
 
@@ -29,6 +28,8 @@ def settle_blocks(
         )
     if device.kind != "npu" or config.attention_backend not in ("auto", "ascend"):
         return config, ()
+    from octavo.kernels import ascend  # for NPUs alone
+
     config, choices = _settle_npu(config, spec, dtype, device)
     if config.attention_backend == "ascend" and config.block_size is None:
         why = "what torch_npu's fused attention is made for"
@@ -41,6 +42,8 @@ def _settle_npu(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> tuple[EngineConfig, list[Choice]]:
     """torch_npu's operators where they can run this model, else plain torch, said with the reason."""
+    from octavo.kernels import ascend
+
     asked = config.attention_backend
     reason = ascend.chip_mismatch(device.name) or ascend.model_mismatch(spec, dtype, config.kv_cache_dtype)
     if reason and asked == "ascend":

@@ -51,6 +51,7 @@ def build_engine(
     config: EngineConfig,
     on_progress: Callable[[str, int, int], None] | None = None,
     instrument: Instrument | None = None,
+    texts: bool = False,
 ) -> Engine:
     """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
@@ -63,7 +64,7 @@ def build_engine(
         ops = instrument.ops(ops)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
     with weights_must_fit(config, where):
-        model = load_model(config, dtype=dtype, device=where.kind, ops=ops, on_progress=report)
+        model = load_model(config, dtype=dtype, device=where.kind, ops=ops, on_progress=report, texts=texts)
     check_kv_dtype(config.kv_cache_dtype, where.kind, model.spec.head_dim)
     config, chosen = settle_blocks(config, model.spec, dtype, where)
     layout = layout_for(config, model.spec, dtype.itemsize)

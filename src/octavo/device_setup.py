@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,16 +19,17 @@ from octavo.core.kv_layout import KVLayout
 from octavo.devices import Device
 from octavo.errors import ConfigError
 from octavo.kernels import triton
-from octavo.kernels.adjusting import Adjusting
 from octavo.kernels.interface import AttentionBackend, KVCache
 from octavo.models.load import LoadedModel
 from octavo.models.spec import ModelSpec
-from octavo.runner.device_runner import DeviceRunner
-from octavo.runner.device_sampler import Draw, Listing, draw, list_logprobs
 from octavo.runner.graphs import ALLOWANCE, GraphStore, buckets_up_to
 from octavo.runner.largest_step import StepBytes, largest_step_bytes
 from octavo.runner.memory import GIB, Budget, cuda_budget
 from octavo.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from octavo.kernels.adjusting import Adjusting
+    from octavo.runner.device_sampler import Draw, Listing
 
 RECORDABLE = ("triton",)  # attention backends whose work depends on no value of the host
 
@@ -71,6 +73,8 @@ def make_device_runner(
     device: Device, config: EngineConfig, graphs: GraphStore | None = None, spare_block: int = 0
 ) -> Callable[..., ModelRunner]:
     """As the class `DeviceRunner`, for one device."""
+    from octavo.runner.device_runner import DeviceRunner  # a processor does without it, and starts sooner
+
     drawing, listing, adjusting = _sampling(device, config)
     return partial(
         DeviceRunner,
@@ -90,6 +94,9 @@ def _sampling(device: Device, config: EngineConfig) -> tuple[Draw, Listing, Adju
         from octavo.kernels.triton import sampling
 
         return sampling.draw, sampling.list_logprobs, sampling.TritonAdjusting()
+    from octavo.kernels.adjusting import Adjusting
+    from octavo.runner.device_sampler import draw, list_logprobs
+
     return draw, list_logprobs, Adjusting()
 
 

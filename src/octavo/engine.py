@@ -28,6 +28,7 @@ from octavo.lora import Adapters, LoadedAdapter
 from octavo.outputs import BeamSearchOutput, RequestOutput
 from octavo.request_text import RequestText
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from octavo.starting import without_collecting
 
 if TYPE_CHECKING:
     from octavo.models.lora_reader import AdapterFiles
@@ -77,11 +78,21 @@ class Engine:
             self._recorder = Recorder(self.config.record, scheduler.settings, scheduler.memory.layout, about)
 
     @classmethod
-    def build(cls, config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None) -> Engine:
-        """Load the model, size the pool, make an engine. on_progress(stage, done, total) while loading."""
-        from octavo.builder import build_engine  # torch is loaded there
+    def build(
+        cls,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        texts: bool = False,
+    ) -> Engine:
+        """Load the model, size the pool, make an engine. on_progress(stage, done, total) while loading.
 
-        return build_engine(config, on_progress)
+        texts: prompts will be texts, so load now what encoding needs, beside the weights; else with the first text.
+        """
+        with without_collecting():
+            from octavo.builder import build_engine  # torch is loaded there
+
+            return build_engine(config, on_progress, texts=texts)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

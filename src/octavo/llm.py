@@ -38,6 +38,7 @@ class LLM:
     Settings are those of `EngineConfig` (see there); every one can be given by name. Raises ConfigError for an unknown
     setting or a value that cannot be honoured, ModelError for model files that cannot be used. Usable from several
     threads, and as a context manager: `close` gives the memory back. on_progress(stage, done, total): while loading.
+    texts: prompts will be texts, so a large tokenizer loads at once, beside the weights; else with the first text.
     """
 
     def __init__(
@@ -62,14 +63,15 @@ class LLM:
         enforce_eager: bool = False,
         debug: bool = False,
         on_progress: Callable[[str, int, int], None] | None = None,
+        texts: bool = False,
         **settings: Any,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "settings", "on_progress", "__class__")}
+        given = {k: v for k, v in locals().items() if k in EngineConfig.__dataclass_fields__}
         config = config_from(**given, **settings)
         logs.setup()
         from octavo.engine import Engine  # torch is loaded here, not at import
 
-        self._attach(Engine.build(config, on_progress=on_progress))
+        self._attach(Engine.build(config, on_progress=on_progress, texts=texts))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
@@ -125,8 +127,7 @@ class LLM:
         The text comes from the model's own template, or from `chat_template` (Jinja). The other arguments are those
         of `generate`. Raises RequestError when the model has no template and none is given.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if single else list(messages)
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -229,8 +230,7 @@ class LLM:
         """
         encoded = self._adapted(self._encode_all(read_prompts(prompts)), lora)
         params = PoolingParams(pooling=pooling, normalize=normalize)
-        outputs = self._run(encoded, [params] * len(encoded), use_tqdm, priority)
-        for index, output in enumerate(outputs):
+        for index, output in enumerate(outputs := self._run(encoded, [params] * len(encoded), use_tqdm, priority)):
             if output.embedding is None:
                 raise RequestError(f"prompt {index} has no embedding: {output.outputs[0].stop_reason}")
         return [
@@ -262,8 +262,7 @@ class LLM:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's begin token unless switched off."""
-        ids: list[int] = self._tokenizer("encode needs one").encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return list(self._tokenizer("encode needs one").encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Raises PromptError for one outside the vocabulary."""

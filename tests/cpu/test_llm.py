@@ -327,7 +327,7 @@ def test_close_once_and_then_every_call_says_so() -> None:
 def test_signature_repeats_the_defaults_of_the_config() -> None:
     defaults = {f.name: f.default for f in fields(EngineConfig)}
     for name, parameter in inspect.signature(LLM.__init__).parameters.items():
-        if name in ("self", "settings", "on_progress"):
+        if name in ("self", "settings", "on_progress", "texts"):
             continue
         assert parameter.default == defaults[name], name
 

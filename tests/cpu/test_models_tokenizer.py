@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from helpers.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_tokenizer
 from octavo.errors import ModelError, PromptError
 from octavo.models.gguf_file import GGUFFile
-from octavo.models.tokenizer import Tokenizer, load_tokenizer_directory, load_tokenizer_gguf
+from octavo.models.tokenizer import Tokenizer
+from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 
 CORPUS = (
     "", " ", "  ", "   leading and trailing   ", "Hello, world!", "naïve café — “quoted” … ½",

@@ -45,6 +45,6 @@ def load(args: argparse.Namespace) -> LLM:
     refuse({"max_loras": 1} if args.max_loras is not None and not args.lora else {}, "without --lora")
     progress = LoadProgress()
     try:
-        return LLM(**engine_settings(args), on_progress=progress)
+        return LLM(**engine_settings(args), on_progress=progress, texts=True)
     finally:
         progress.close()

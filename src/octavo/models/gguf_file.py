@@ -89,6 +89,7 @@ class GGUFFile:
             kind, offset = struct.unpack_from("<IQ", self._map, position + 4 + 8 * dimensions)
             position += 16 + 8 * dimensions
             described.append((name, sides[::-1], kind, offset))
+        self._header_end = position
         alignment = self.get("general.alignment", 32)
         start = -(-position // alignment) * alignment
         for name, shape, kind, offset in described:
@@ -150,6 +151,10 @@ class GGUFFile:
 
     def keys(self) -> list[str]:
         return list(self._values)
+
+    def header(self) -> memoryview:
+        """All bytes before the tensors' own: metadata and descriptions, as they lie in the file."""
+        return memoryview(self._map)[: self._header_end]
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; arrays come as lists (strings) or numpy arrays (numbers)."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from octavo.config import EngineConfig
 from octavo.core.weight_format import worth_screening
 from octavo.devices import device_of
 from octavo.errors import ConfigError, ModelError
+from octavo.host_memory import give_memory_back
 from octavo.models.config_reader import spec_from_config
 from octavo.models.decoder import Decoder
 from octavo.models.dummy_loader import open_dummy
@@ -163,7 +162,7 @@ class _Source:
         return open_safetensors(self._tensors, self.spec, on_progress, self.scheme)
 
     def tokenizer(self) -> Tokenizer:
-        from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+        from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 
         if self._gguf is not None:
             return load_tokenizer_gguf(self._gguf)
@@ -213,7 +212,7 @@ def _examined(name: str, load_format: str, model_impl: str) -> _Source:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer on its own: from a model name, a directory with tokenizer.json, or a GGUF file."""
-    from octavo.models.tokenizer import load_tokenizer_directory, load_tokenizer_gguf
+    from octavo.models.tokenizer_files import load_tokenizer_directory, load_tokenizer_gguf
 
     path = Path(name).expanduser()
     if path.is_dir() and (path / "tokenizer.json").is_file():
@@ -233,10 +232,12 @@ def load_model(
     device: torch.device | str,
     ops: Ops,
     on_progress: Progress | None = None,
+    texts: bool = False,
 ) -> LoadedModel:
     """Everything named by `config.model`, `tokenizer`, `load_format`, `skip_tokenizer_init` and `seed` (dummy weights).
 
-    on_progress(done_bytes, total_bytes) counts bytes of the files. Raises `ModelError`.
+    on_progress(done_bytes, total_bytes) counts bytes of the files. texts: the tokenizer gets ready to encode, beside
+    the weights. Raises `ModelError`.
     """
     source = _Source(resolve_model(config.model, config.load_format), config.load_format, config.model_impl)
     if config.quantization == "gguf" and source.files.kind != "gguf":
@@ -248,6 +249,8 @@ def load_model(
     decoder, weights = source.decoder(dtype, device, ops, config.seed, on_progress)
     with _loading(decoder, weights):
         tokenizer = None if config.skip_tokenizer_init else _tokenizer_of(config, source)
+        if texts and tokenizer is not None:
+            tokenizer.prepare()
     _check_vocabulary(source, tokenizer)
     before = decoder.weight_bytes
     screen_why = _screen_head(config.screen_head, decoder)
@@ -291,7 +294,7 @@ def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]
     try:
         yield
     finally:
-        _give_memory_back()
+        give_memory_back()
         weights.report(queue.done)
         decoder.finish_loading()
         while helper.is_alive():
@@ -299,13 +302,6 @@ def _loading(decoder: AnyDecoder, weights: LazyWeights | None) -> Iterator[None]
             helper.join(0.05)
         weights.report(queue.done)
         queue.check()
-
-
-def _give_memory_back() -> None:
-    """Free memory that the C library keeps for later goes back to the system: 190 MiB after Gemma's tokenizer."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 def _tokenizer_of(config: EngineConfig, source: _Source) -> Tokenizer:

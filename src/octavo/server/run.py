@@ -262,7 +262,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def _build(config: Any, on_progress: Any) -> Engine:
-    return Engine.build(config, on_progress=on_progress)
+    return Engine.build(config, on_progress=on_progress, texts=True)
 
 
 def _has(module: str) -> bool:

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
 #: OCTAVO_ variables that belong to others.
-FOREIGN = {"OCTAVO_LOG", "OCTAVO_DEBUG", "OCTAVO_CACHE", "OCTAVO_ISA", "OCTAVO_CONFIG"}
+FOREIGN = {"OCTAVO_LOG", "OCTAVO_DEBUG", "OCTAVO_CACHE", "OCTAVO_TOKENIZER_CACHE", "OCTAVO_ISA", "OCTAVO_CONFIG"}
 #: Settings of the engine that the server does not take, with the reason.
 NOT_HERE = {
     "debug": "use OCTAVO_DEBUG=blocks, or --debug",

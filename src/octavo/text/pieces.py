@@ -91,14 +91,21 @@ def _backend(tokenizer: Any) -> Any | None:
 
 
 def _build(tokenizer: Any) -> TokenTable | None:
-    backend = _backend(tokenizer)
-    if backend is None:
-        return None
-    special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-    common: dict[str, Any] = {"id_to_token": _id_to_token(backend), "special_ids": special}
-    if backend.decoder is None:
+    # What says the same and needs no library: its tokens by id and the state of its decoder (`KeptTokens` of models).
+    reading = getattr(tokenizer, "reading", None)
+    if reading is not None:
+        common: dict[str, Any] = {"id_to_token": reading.id_to_token, "special_ids": reading.special_ids}
+        decoder = reading.decoder
+    else:
+        backend = _backend(tokenizer)
+        if backend is None:
+            return None
+        special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        common = {"id_to_token": _id_to_token(backend), "special_ids": special}
+        decoder = None if backend.decoder is None else backend.decoder.__getstate__()
+    if decoder is None:
         return TokenTable("text", _same, separator=" ", **common)
-    chain = _chain(json.loads(backend.decoder.__getstate__()))
+    chain = _chain(json.loads(decoder))
     if [d["type"] for d in chain] == ["ByteLevel"]:
         return TokenTable("bytes", _byte_level_reader(), **common)
     if [d["type"] for d in chain] == ["Metaspace"]:

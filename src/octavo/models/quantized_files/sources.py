@@ -31,7 +31,7 @@ from octavo.models.safetensors_loader import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_names import tensor_of
-from octavo.models.tokenizer import load_tokenizer_gguf
+from octavo.models.tokenizer_files import load_tokenizer_gguf
 
 #: What else belongs to a model: tokenizer, chat template, generation settings, licence.
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json",
