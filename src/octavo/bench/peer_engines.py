@@ -99,6 +99,8 @@ class Worker:
         self._kind = peer.kind
         place = ["on" if prefix else "off", str(max_len), peer.quantization or "none"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        # An installed package has its bytecode; a checkout gets it with its first start, whatever this process does without.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if peer.kind == "octavo":
             source = str(Path(__file__).parents[2])
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH", "")]))
