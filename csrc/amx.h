@@ -2,6 +2,7 @@
 // written for them run in tests anywhere. Eight tiles, each up to 16 rows of 64 bytes.
 #pragma once
 
+#include "elementwise.h"
 #include "register_tile.h"
 #include "simd.h"
 
@@ -160,18 +161,10 @@ struct TileScope {
   TileScope& operator=(const TileScope&) = delete;
 };
 
-// 32 numbers rounded to bfloat16. The instruction makes subnormal numbers zeros, as products of tiles do.
-OCTAVO_INLINE void round32(const float* from, bf16* to) {
-#if defined(OCTAVO_EMULATE)
-  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
-#else
-  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
-  memcpy(to, &both, sizeof both);
-#endif
-}
+OCTAVO_INLINE void round32(const float* from, bf16* to) { store_pair(to, load_wide(from), load_wide(from + 16)); }
 
 OCTAVO_INLINE void round16(vec from, bf16* to) {
-#if defined(OCTAVO_EMULATE)
+#if !defined(__AVX512BF16__)
   store(to, low_half(&from)), store(to + 8, high_half(&from));
 #else
   const __m256bh rounded = _mm512_cvtneps_pbh((__m512)from);

@@ -99,6 +99,17 @@ OCTAVO_INLINE void norm_row(const NormArgs& a, int64_t r) {
 
 #if defined(OCTAVO_WIDE)
 
+// 32 numbers rounded to bfloat16. The instruction makes subnormal numbers zeros, as products of tiles do.
+OCTAVO_INLINE void store_pair(bf16* to, vec first, vec second) {
+#if defined(__AVX512BF16__)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  memcpy(to, &both, sizeof both);
+#else
+  store(to, low_half(&first)), store(to + 8, high_half(&first));
+  store(to + 16, low_half(&second)), store(to + 24, high_half(&second));
+#endif
+}
+
 // `inverse_rms` of floats f(j), a vector of them at value j; dim is a multiple of 32. The sums are those of `sum_squares`,
 // two of them side by side, so the bits are too.
 template <class F>
@@ -133,8 +144,15 @@ OCTAVO_INLINE void norm_row_wide(const NormArgs& a, int64_t r) {
     return v;
   });
   const float* from = Residual ? total : x;
-  for (int64_t j = 0; j < a.dim; j += 16)
-    store_wide(out + j, load_wide(from + j) * splat_wide(inverse) * load_wide(a.weight + j));
+  const auto value = [&](int64_t j) __attribute__((always_inline)) {
+    return load_wide(from + j) * splat_wide(inverse) * load_wide(a.weight + j);
+  };
+  if (a.tiles) {
+    for (int64_t j = 0; j < a.dim; j += 32)
+      store_pair((bf16*)a.out + octavo::place_in_tiles(r, j, a.dim), value(j), value(j + 16));
+  } else {
+    for (int64_t j = 0; j < a.dim; j += 16) store_wide(out + j, value(j));
+  }
 }
 
 template <class T, bool First, bool Residual>

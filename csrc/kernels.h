@@ -183,6 +183,7 @@ struct NormArgs {
   DType type;
   bool threaded;
   const float* first = nullptr;  // with a residual: x goes through a norm of this weight before it is added
+  bool tiles = false;            // of floats: `out` as products with tiles take it, see `KernelTable::takes_tiles`
 };
 
 struct RotaryArgs {
@@ -197,6 +198,11 @@ struct RotaryArgs {
   const int64_t* places = nullptr;  // [tokens]
   constexpr int64_t turn(int64_t token) const { return (places ? places[token] : token) * dim; }
 };
+
+// Where number `j`, the first of 32, of a row of `k` lies in tiles.
+inline constexpr int64_t place_in_tiles(int64_t row, int64_t j, int64_t k) {
+  return row / 16 * 16 * k + j / 32 * 512 + row % 16 * 32;
+}
 
 // Queries as in `query`; keys are turned alike, with a norm of their own, on their way into the cache.
 inline constexpr int kMostRotaryDim = 1024;

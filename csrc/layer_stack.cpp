@@ -50,15 +50,15 @@ LayerStack::Strips LayerStack::strips_of(int64_t tokens) {
   return {(tokens + height - 1) / height, height, threads};
 }
 
-// Of floats, or of tiles in half as much.
-int64_t LayerStack::gated_floats(int64_t height) const {
-  return whole_lines(std::max(height * gated_stride(), whole_rows(height) * shape_.inner / 2));
+int64_t LayerStack::input_floats(int64_t height, int64_t dim, int64_t stride) {
+  return whole_lines(std::max(height * stride, whole_rows(height) * dim / 2));
 }
 
 int64_t LayerStack::strip_floats(int64_t height) const {
   const int64_t attention = whole_lines(height * qkv_width_) + whole_lines(height * key_width_);
-  const int64_t mlp = whole_lines(height * 2 * shape_.inner) + gated_floats(height);
-  return 2 * whole_lines(height * shape_.hidden) + std::max(attention, mlp);
+  const int64_t mlp = whole_lines(height * 2 * shape_.inner) + input_floats(height, shape_.inner, gated_stride());
+  const int64_t hidden = shape_.hidden;
+  return input_floats(height, hidden, hidden) + whole_lines(height * hidden) + std::max(attention, mlp);
 }
 
 void LayerStack::prepare(int64_t tokens, int64_t wanted) {
@@ -79,7 +79,7 @@ Strip LayerStack::strip(const Strips& strips, int64_t index, int64_t owner, int6
   s.first = index * strips.height, s.tokens = std::min(strips.height, tokens - s.first);
   s.threaded = strips.count == 1;
   s.normed = strips_ + owner * strip_floats(strips.height);
-  s.mixed = s.normed + whole_lines(strips.height * shape_.hidden);
+  s.mixed = s.normed + input_floats(strips.height, shape_.hidden, shape_.hidden);
   s.qkv = s.gate_up = s.mixed + whole_lines(strips.height * shape_.hidden);
   s.key = s.qkv + whole_lines(strips.height * qkv_width_);
   s.gated = s.gate_up + whole_lines(strips.height * 2 * shape_.inner);
@@ -153,8 +153,7 @@ void LayerStack::last_layer(Attention& attention, const StackStep& step) {
   const int64_t hidden = shape_.hidden;
   each_strip(step.tokens, [&](Strip& s) {
     if (last) after_attention(last - 1, s, step);
-    const float* x = first_norm(last, s, step);
-    multiply_range(l.qkv, x, hidden, s.qkv, qkv_width_, query_width_, qkv_width_, s);
+    multiply_range(l.qkv, first_norm(last, last != 0, s, step), s.qkv, qkv_width_, query_width_, qkv_width_, s);
     write(last, s, attention, step, {nullptr, 0});
   });
   const std::vector<int32_t>& wanted = attention.wanted();
@@ -186,18 +185,20 @@ void LayerStack::last_layer(Attention& attention, const StackStep& step) {
   none(0);
 }
 
-// What the products before attention read: the residual, where a layer has no norm there. Other layers than the first
-// find its norm in `normed`, where the layer before has left it.
-const float* LayerStack::first_norm(size_t index, Strip& s, const StackStep& step) {
+// What the products before attention read: the residual, where a layer has no norm there. made: the norm is in `normed`,
+// where the layer before has left it.
+Inputs LayerStack::first_norm(size_t index, bool made, Strip& s, const StackStep& step) const {
+  const StackLayer& l = layers_[index];
   const float* residual = step.residual + s.first * shape_.hidden;
-  if (!layers_[index].attention_norm) return residual;
-  if (!index) norm(residual, shape_.hidden, shape_.hidden, layers_[index].attention_norm, s.normed, s);
+  if (!l.attention_norm) return {residual, shape_.hidden, false};
+  const bool tiles = l.qkv.takes_tiles();
+  if (!made) norm(residual, shape_.hidden, shape_.hidden, l.attention_norm, s.normed, s, tiles);
   count(Part::small, s);
-  return s.normed;
+  return {s.normed, shape_.hidden, tiles};
 }
 
 void LayerStack::before_attention(size_t index, Strip& s, const Attention& attention, const StackStep& step) {
-  multiply(layers_[index].qkv, first_norm(index, s, step), shape_.hidden, s.qkv, s);
+  multiply(layers_[index].qkv, first_norm(index, index != 0, s, step), s.qkv, s);
   write(index, s, attention, step, {s.qkv, qkv_width_});
 }
 
@@ -236,11 +237,8 @@ void LayerStack::write(size_t index, Strip& s, const Attention& attention, const
 // Queries of the last layer's wanted tokens. step: of those alone.
 void LayerStack::query_wanted(Strip& s, const StackStep& step) {
   const StackLayer& l = layers_.back();
-  const float* x = step.residual + s.first * shape_.hidden;
-  if (l.attention_norm) norm(x, shape_.hidden, shape_.hidden, l.attention_norm, s.normed, s), x = s.normed;
-  count(Part::small, s);
   float* query = query_ + s.first * query_width_;
-  multiply_range(l.qkv, x, shape_.hidden, query, query_width_, 0, query_width_, s);
+  multiply_range(l.qkv, first_norm(layers_.size() - 1, false, s, step), query, query_width_, 0, query_width_, s);
   if (shape_.whole_norms) norm(query, query_width_, query_width_, l.query_norm, query, s);
   count(Part::small, s);
   if (l.table >= 0) {
@@ -269,54 +267,58 @@ void LayerStack::after_attention(size_t index, Strip& s, const StackStep& step) 
   const StackLayer& l = layers_[index];
   const bool last = index + 1 == layers_.size();
   float* residual = step.residual + s.first * shape_.hidden;
-  multiply(l.out, attended_ + s.first * query_width_, query_width_, s.mixed, s);
-  const float* x = add_norm(residual, l.post_attention_norm, l.mlp_norm, s.normed, s);
-  const Gated gated = multiply_gated(l, x, s);
-  multiply(l.down, s.gated, gated.stride, s.mixed, s, gated.tiles);
-  add_norm(residual, l.post_mlp_norm, last ? final_norm_ : layers_[index + 1].attention_norm,
-           last ? step.out + s.first * shape_.hidden : s.normed, s);
+  multiply(l.out, {attended_ + s.first * query_width_, query_width_, false}, s.mixed, s);
+  const Inputs x = add_norm(residual, l.post_attention_norm, l.mlp_norm, s.normed, l.gate_up.takes_tiles(), s);
+  multiply(l.down, multiply_gated(l, x, s), s.mixed, s);
+  if (last)
+    add_norm(residual, l.post_mlp_norm, final_norm_, step.out + s.first * shape_.hidden, false, s);
+  else
+    add_norm(residual, l.post_mlp_norm, layers_[index + 1].attention_norm, s.normed,
+             layers_[index + 1].qkv.takes_tiles(), s);
 }
 
-// Outputs [first, last) into their places in rows of y; tiles: x is such. Up to fifteen before them may be written too: a weight's panels
+// Outputs [first, last) into their places in rows of y. Up to fifteen before them may be written too: a weight's panels
 // are not cut.
-void LayerStack::multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                                int64_t first, int64_t last, Strip& s, bool tiles) {
+void LayerStack::multiply_range(const Product& product, const Inputs& x, float* y, int64_t y_stride, int64_t first,
+                                int64_t last, Strip& s) const {
   for (const Product::Part& part : product.parts) {
     const int64_t outputs = part.weight->outputs();
     const int64_t from = std::max<int64_t>(first, 0) / kPanel * kPanel, to = std::min(last, outputs);
     if (from < to)
-      part.weight->multiply_floats(x, stride, s.tokens, y + from, y_stride, part.bias, from, to, tiles, s.threaded);
+      part.weight->multiply_floats(x.at, x.stride, s.tokens, y + from, y_stride, part.bias, from, to, x.tiles,
+                                   s.threaded);
     y += outputs, first -= outputs, last -= outputs;
   }
   count(Part::products, s);
 }
 
 // The MLP's first product and its gate, in one where a kernel does both, and then as the second product wants it.
-LayerStack::Gated LayerStack::multiply_gated(const StackLayer& layer, const float* x, Strip& s) {
+Inputs LayerStack::multiply_gated(const StackLayer& layer, const Inputs& x, Strip& s) const {
   const Product& product = layer.gate_up;
   const Product::Part& first = product.parts.front();
-  const int64_t inner = shape_.inner, hidden = shape_.hidden;
-  const Gated gated = {gated_stride(), layer.down.takes_tiles() && product.takes_tiles()};
-  if (product.parts.size() == 1 && first.weight->multiply_gated(x, hidden, s.tokens, s.gated, gated.stride, first.bias,
-                                                                shape_.activation, gated.tiles, s.threaded)) {
+  const int64_t inner = shape_.inner, apart = gated_stride();
+  const bool tiles = layer.down.takes_tiles() && product.takes_tiles();
+  if (product.parts.size() == 1 && first.weight->multiply_gated(x.at, x.stride, s.tokens, s.gated, apart, first.bias,
+                                                                shape_.activation, x.tiles, tiles, s.threaded)) {
     count(Part::products, s);
-    return gated;
+    return {s.gated, apart, tiles};
   }
-  multiply(product, x, hidden, s.gate_up, s);
+  multiply(product, x, s.gate_up, s);
   kernels->gate({s.gate_up, s.gated, 2 * inner, s.tokens, inner, shape_.activation, DType::f32,
                  s.threaded && s.tokens > 1 && worth_threads(s.tokens * inner * 4)});
   count(Part::small, s);
-  return {inner, false};
+  return {s.gated, inner, false};
 }
 
-void LayerStack::norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out,
-                      const Strip& s) const {
+void LayerStack::norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out, const Strip& s,
+                      bool tiles) const {
   kernels->norm({x, nullptr, nullptr, out, stride, s.tokens, dim, weight, shape_.eps, DType::f32,
-                 s.threaded && s.tokens > 1 && worth_threads(s.tokens * dim)});
+                 s.threaded && s.tokens > 1 && worth_threads(s.tokens * dim), nullptr, tiles});
 }
 
 // residual += scale * (post norm of) mixed, and its norm in `out`. Returns what the next product reads.
-const float* LayerStack::add_norm(float* residual, const float* post_norm, const float* weight, float* out, Strip& s) {
+Inputs LayerStack::add_norm(float* residual, const float* post_norm, const float* weight, float* out, bool tiles,
+                            Strip& s) const {
   const int64_t rows = s.tokens, dim = shape_.hidden;
   const bool scaled = shape_.residual_scale != 1.0f;
   if (post_norm && (scaled || !weight)) norm(s.mixed, dim, dim, post_norm, s.mixed, s), post_norm = nullptr;
@@ -325,12 +327,12 @@ const float* LayerStack::add_norm(float* residual, const float* post_norm, const
   }
   if (weight) {
     kernels->norm({s.mixed, residual, residual, out, dim, rows, dim, weight, shape_.eps, DType::f32,
-                   s.threaded && rows > 1 && worth_threads(rows * dim), post_norm});
+                   s.threaded && rows > 1 && worth_threads(rows * dim), post_norm, tiles});
   } else {
     for (int64_t i = 0; i < rows * dim; ++i) residual[i] += s.mixed[i];
   }
   count(Part::small, s);
-  return weight ? out : residual;
+  return weight ? Inputs{out, dim, tiles} : Inputs{residual, dim, false};
 }
 
 void LayerStack::add_seconds(Part part, Clock::time_point start) {

@@ -76,6 +76,13 @@ struct Strip {
   std::array<double, 4> seconds{};
 };
 
+// What a product reads: rows of floats, or as tiles (`KernelTable::takes_tiles`).
+struct Inputs {
+  const float* at;
+  int64_t stride;
+  bool tiles;
+};
+
 struct StackStep {
   int64_t tokens, head_dim;
   const int64_t* positions;    // [tokens], rows of the tables
@@ -103,10 +110,6 @@ class LayerStack {
  private:
   using Clock = std::chrono::steady_clock;
 
-  struct Gated {  // how the MLP's first product left its outputs
-    int64_t stride;
-    bool tiles;
-  };
   struct Strips {
     int64_t count, height, owners;  // owners: threads that have memory for one
   };
@@ -116,24 +119,26 @@ class LayerStack {
   Strip strip(const Strips& strips, int64_t index, int64_t owner, int64_t tokens) const;
 
   void prepare(int64_t tokens, int64_t wanted);
-  int64_t gated_floats(int64_t height) const;
+  // Of a strip's rows of `dim` inputs, `stride` apart or as tiles.
+  static int64_t input_floats(int64_t height, int64_t dim, int64_t stride);
   int64_t strip_floats(int64_t height) const;
   void layers(Attention& attention, const StackStep& step);
   void last_layer(Attention& attention, const StackStep& step);
-  const float* first_norm(size_t index, Strip& s, const StackStep& step);
+  Inputs first_norm(size_t index, bool made, Strip& s, const StackStep& step) const;
   void before_attention(size_t index, Strip& s, const Attention& attention, const StackStep& step);
   void write(size_t index, Strip& s, const Attention& attention, const StackStep& step, TokenRows query);
   void query_wanted(Strip& s, const StackStep& step);
   RotaryArgs rotary_args(const StackLayer& layer, const Strip& s, const StackStep& step, TokenRows query) const;
   void after_attention(size_t index, Strip& s, const StackStep& step);
-  void multiply(const Product& product, const float* x, int64_t stride, float* y, Strip& s, bool tiles = false) {
-    multiply_range(product, x, stride, y, product.outputs(), 0, product.outputs(), s, tiles);
+  void multiply(const Product& product, const Inputs& x, float* y, Strip& s) const {
+    multiply_range(product, x, y, product.outputs(), 0, product.outputs(), s);
   }
-  void multiply_range(const Product& product, const float* x, int64_t stride, float* y, int64_t y_stride,
-                      int64_t first, int64_t last, Strip& s, bool tiles = false);
-  Gated multiply_gated(const StackLayer& layer, const float* x, Strip& s);
-  void norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out, const Strip& s) const;
-  const float* add_norm(float* residual, const float* post_norm, const float* weight, float* out, Strip& s);
+  void multiply_range(const Product& product, const Inputs& x, float* y, int64_t y_stride, int64_t first, int64_t last,
+                      Strip& s) const;
+  Inputs multiply_gated(const StackLayer& layer, const Inputs& x, Strip& s) const;
+  void norm(const float* x, int64_t stride, int64_t dim, const float* weight, float* out, const Strip& s,
+            bool tiles = false) const;
+  Inputs add_norm(float* residual, const float* post_norm, const float* weight, float* out, bool tiles, Strip& s) const;
   void count(Part part, Strip& s) const;
   void add_seconds(Part part, Clock::time_point start);
   void add_seconds(const Strip& s, int64_t threads);

@@ -76,8 +76,7 @@ OCTAVO_INLINE void put_row(const LinearArgs& a, int64_t row, int64_t panel, cons
 
 // The place of a row's outputs of a panel in rounded rows of `outputs` numbers.
 OCTAVO_INLINE bf16* in_tiles(void* tiles, int64_t outputs, int64_t row, int64_t panel) {
-  return (bf16*)tiles + (row / 16 * (outputs / kStepInputs) + panel / 2) * kTileNumbers + row % 16 * kStepInputs +
-         panel % 2 * kPanel;
+  return (bf16*)tiles + octavo::place_in_tiles(row, panel / 2 * kStepInputs, outputs) + panel % 2 * kPanel;
 }
 
 // up: of the panel `twin` panels on.

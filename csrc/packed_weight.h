@@ -128,8 +128,8 @@ class PackedWeight {
   // The same with the first half of the outputs gated by the second: y [m, n / 2], or y_tiles. False, and nothing done,
   // where no kernel does both.
   bool multiply_gated(const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, const float* bias,
-                      Activation kind, bool y_tiles, bool threaded) const {
-    LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr, false, y_tiles};
+                      Activation kind, bool x_tiles, bool y_tiles, bool threaded) const {
+    LinearArgs a{memory_.data, type_, bias, x, DType::f32, ldx, y, DType::f32, ldy, m, n_, k_, false, nullptr, x_tiles, y_tiles};
     a.threaded = threaded && worth_sharing(m);
     return format_.bits ? kernels->gated_quantized(a, format_, kind) : kernels->gated_linear(a, kind);
   }

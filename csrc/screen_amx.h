@@ -193,10 +193,10 @@ OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const 
   const int64_t ahead = 2 * (codes2 - codes);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
     if (first) ask_tile<2>(codes + ahead + s), ask_tile<2>(codes2 + ahead + s);
-    load_tile(4, codes + s, 64);
+    stream_tile(4, codes + s, 64);  // rows stay in the first-level cache, panels pass by
     load_tile(6, x + s, 64);
     load_tile(7, x2 + s, 64);
-    load_tile(5, codes2 + s, 64);
+    stream_tile(5, codes2 + s, 64);
     multiply_byte_tiles(0, 4, 6);
     multiply_byte_tiles(1, 5, 6);
     multiply_byte_tiles(2, 4, 7);
