@@ -20,7 +20,7 @@ struct InstructionSet {
   const KernelTable& (*kernels)();
 };
 
-#if defined(OCTAVO_HAVE_AVX512)
+#if defined(OCTAVO_HAVE_AVX512) || defined(OCTAVO_HAVE_AMX)
 inline bool has_avx512() {
 #if defined(OCTAVO_EMULATE)
   return true;

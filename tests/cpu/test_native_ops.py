@@ -291,9 +291,10 @@ def test_the_check_at_start_passes_for_what_is_there_and_sees_what_is_wrong() ->
         for name in module.instruction_sets():
             assert differs(module, name) == ""
             assert module.in_use() == name
-        broken = Broken(module, "norm")
-        assert differs(broken, before) == "a norm"
-        assert "product of 1 rows" in differs(Broken(module, "PackedWeight"), before)
+        for name in module.instruction_sets():
+            if name != "portable":  # which the others are compared with
+                assert differs(Broken(module, "norm"), name) == "a norm"
+                assert "product of 1 rows" in differs(Broken(module, "PackedWeight"), name)
     finally:
         module.use(before)
 
