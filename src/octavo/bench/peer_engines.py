@@ -99,7 +99,7 @@ class Worker:
         self._kind = peer.kind
         place = ["on" if prefix else "off", str(max_len), peer.quantization or "none"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        # An installed package has its bytecode; a checkout gets it with its first start, whatever this process does without.
+        # Installed packages have their bytecode; a checkout gets it with its first start, whatever this process does.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if peer.kind == "octavo":
             source = str(Path(__file__).parents[2])
