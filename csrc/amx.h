@@ -161,7 +161,12 @@ struct TileScope {
   TileScope& operator=(const TileScope&) = delete;
 };
 
+// 32 numbers of any type, rounded to bfloat16.
 OCTAVO_INLINE void round32(const float* from, bf16* to) { store_pair(to, load_wide(from), load_wide(from + 16)); }
+OCTAVO_INLINE void round32(const bf16* from, bf16* to) { memcpy(to, from, 64); }
+OCTAVO_INLINE void round32(const f16* from, bf16* to) {
+  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
+}
 
 OCTAVO_INLINE void round16(vec from, bf16* to) {
 #if !defined(__AVX512BF16__)

@@ -110,13 +110,6 @@ OCTAVO_INLINE void store_columns(const float* from, int d, float share, IO* to) 
   }
 }
 
-// 32 numbers of a query, rounded.
-OCTAVO_INLINE void round_query(const float* from, bf16* to) { round32(from, to); }
-OCTAVO_INLINE void round_query(const bf16* from, bf16* to) { memcpy(to, from, 64); }
-OCTAVO_INLINE void round_query(const f16* from, bf16* to) {
-  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
-}
-
 // Query rows as tiles, rows below the last one zeros. A pair of inputs is moved as if it were a float.
 template <class IO, class At>
 void pack_queries(int rows, int d, bf16* to, const At& row_at) {
@@ -125,7 +118,7 @@ void pack_queries(int rows, int d, bf16* to, const At& row_at) {
     const int count = smaller(kTileRows, rows - first);
     memset(pairs + count * 16, 0, (size_t)(kTileRows - count) * 64);
     for (int j = 0; j < d; j += 32) {
-      for (int r = 0; r < count; ++r) round_query(row_at(first + r) + j, (bf16*)(pairs + r * 16));
+      for (int r = 0; r < count; ++r) round32(row_at(first + r) + j, (bf16*)(pairs + r * 16));
       transpose16(pairs, (float*)(to + (int64_t)j * kTileRows), 16);
     }
   }

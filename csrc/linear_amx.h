@@ -33,12 +33,6 @@ struct AmxRows {
   OCTAVO_INLINE const bf16* panel(int64_t p) const { return (const bf16*)args->weight + p * steps * kTileNumbers; }
 };
 
-OCTAVO_INLINE void round_step(const float* from, bf16* to) { round32(from, to); }
-OCTAVO_INLINE void round_step(const bf16* from, bf16* to) { memcpy(to, from, 64); }
-OCTAVO_INLINE void round_step(const f16* from, bf16* to) {
-  for (int i = 0; i < 32; i += 8) store(to + i, load(from + i));
-}
-
 template <class In>
 void round_rows(const AmxRows& x) {
   const LinearArgs& a = *x.args;
@@ -48,7 +42,7 @@ void round_rows(const AmxRows& x) {
     for (int64_t r = 0; r < 16 && b * 16 + r < a.m; ++r) {
       const In* from = (const In*)a.x + (b * 16 + r) * a.ldx;
       for (int64_t s = 0; s < x.steps; ++s)
-        round_step(from + s * kStepInputs, to + s * kTileNumbers + r * kStepInputs);
+        round32(from + s * kStepInputs, to + s * kTileNumbers + r * kStepInputs);
     }
   }
 }
