@@ -115,8 +115,12 @@ OCTAVO_INLINE void zero_square() {
   zero_tile(2);
   zero_tile(3);
 }
-template <bool RowsPass>
-OCTAVO_INLINE void multiply_square(const bf16* a, const bf16* a2, int64_t stride, const bf16* b, const bf16* b2) {
+struct Nothing {
+  OCTAVO_INLINE void operator()() const {}
+};
+template <bool RowsPass, class Ask = Nothing>
+OCTAVO_INLINE void multiply_square(const bf16* a, const bf16* a2, int64_t stride, const bf16* b, const bf16* b2,
+                                   const Ask& ask = {}) {
   if constexpr (RowsPass) {
     stream_tile(4, a, stride);
     load_tile(6, b, 64);
@@ -129,9 +133,13 @@ OCTAVO_INLINE void multiply_square(const bf16* a, const bf16* a2, int64_t stride
     load_tile(5, a2, stride);
   }
   multiply_tiles(0, 4, 6);
+  ask();
   multiply_tiles(1, 4, 7);
+  ask();
   multiply_tiles(2, 5, 6);
+  ask();
   multiply_tiles(3, 5, 7);
+  ask();
 }
 // Sums one after the other, a KiB each.
 OCTAVO_INLINE void store_square(void* to) {
@@ -141,12 +149,17 @@ OCTAVO_INLINE void store_square(void* to) {
   store_tile(3, (char*)to + 3072, 64);
 }
 // One tile of rows times two of columns: sums in tiles 0 and 1.
-OCTAVO_INLINE void multiply_half(const bf16* a, const bf16* b, const bf16* b2) {
+template <class Ask = Nothing>
+OCTAVO_INLINE void multiply_half(const bf16* a, const bf16* b, const bf16* b2, const Ask& ask = {}) {
   load_tile(4, a, 64);
+  ask();
   load_tile(6, b, 64);
+  ask();
   load_tile(7, b2, 64);
+  ask();
   multiply_tiles(0, 4, 6);
   multiply_tiles(1, 4, 7);
+  ask();
 }
 
 // A thread's tiles, for as long as it works: all of them 16 rows of 64 bytes.

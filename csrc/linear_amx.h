@@ -93,6 +93,19 @@ OCTAVO_INLINE void ask_tile(const void* p) {
   for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, Level);
 }
 
+// Memory that is wanted next, asked for a few lines at a time between other instructions: a core that asks for many at
+// once waits for them, and does nothing else meanwhile.
+struct Coming {
+  const char *at = nullptr, *end = nullptr;
+  template <int Lines>
+  OCTAVO_INLINE void ask() {
+    if (Lines == 0 || at >= end) return;
+#pragma GCC unroll 4
+    for (int i = 0; i < Lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * Lines;
+  }
+};
+
 // One tile of rows times a panel: sums [16][16]. next: where the weights go on behind the panel.
 OCTAVO_INLINE void column(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
   constexpr int64_t kAheadSteps = 4;
@@ -158,30 +171,40 @@ class Squares {
 
   // Blocks [first, last).
   void multiply(int64_t first, int64_t last, const PanelPair& pair) {
-    const int64_t squares = (last - first) / 2;
-    lines_ = (15 + squares) / (squares + !squares), ahead_ = 0;
-    for (; first + 2 <= last; first += 2) square<true>(first, pair);
-    if (first < last) square<false>(first, pair);
+    const int64_t bytes = x_.steps * 1024;
+    coming_ = {(const char*)pair.next, (const char*)pair.next + bytes};
+    coming2_ = {(const char*)pair.next2, (const char*)pair.next2 + bytes};
+    if (last - first > 4)
+      pass<1>(first, last, pair);
+    else if (last - first > 2)
+      pass<2>(first, last, pair);
+    else
+      pass<4>(first, last, pair);
   }
   // What the last square left.
   void finish() { before_->finish_until(32, finish_); }
 
  private:
+  // Lines: of each panel to come, asked for four times in a step.
+  template <int Lines>
+  void pass(int64_t first, int64_t last, const PanelPair& pair) {
+    for (; first + 2 <= last; first += 2) square<true, Lines>(first, pair);
+    if (first < last) square<false, Lines>(first, pair);
+  }
+
   // One tile of rows or, Two, this and the next.
-  template <bool Two>
+  template <bool Two, int Lines>
   OCTAVO_INLINE void square(int64_t block, const PanelPair& pair) {
-    const int64_t each = (31 + x_.steps) / x_.steps, lines = ahead_ < x_.steps * 1024 ? lines_ : 0;
+    const int64_t each = (31 + x_.steps) / x_.steps;
     const bf16 *rows = x_.at(block), *rows2 = x_.at(block + 1);
-    const char *next = (const char*)pair.next + ahead_, *next2 = (const char*)pair.next2 + ahead_;
     int64_t row = block * 16, end = 0;
     zero_square();
+    const auto ask = [&] { coming_.ask<Lines>(), coming2_.ask<Lines>(); };
     for (int64_t i = 0; i < x_.steps * kTileNumbers; i += kTileNumbers) {
       if constexpr (Two)
-        multiply_square<true>(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i);
+        multiply_square<true>(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i, ask);
       else
-        multiply_half(rows + i, pair.w + i, pair.w2 + i);
-      for (int64_t l = 0; l < lines; ++l, next += 64, next2 += 64)
-        __builtin_prefetch(next, 0, 2), __builtin_prefetch(next2, 0, 2);
+        multiply_half(rows + i, pair.w + i, pair.w2 + i, ask);
       end += each;
       before_->finish_until(end, finish_);
       for (const int64_t to = least(block * 16 + end, x_.args->m); row < to; ++row) finish_.ask(row, pair.number);
@@ -196,12 +219,12 @@ class Squares {
     }
     now->row = block * 16, now->rows = least(Two ? 32 : 16, x_.args->m - now->row), now->done = 0;
     now->panel = pair.number;
-    before_ = now, ahead_ += lines * 64 * x_.steps;
+    before_ = now;
   }
 
   const AmxRows& x_;
   const Finish& finish_;
-  int64_t lines_ = 0, ahead_ = 0;  // of the panels to come: asked for at every step, and bytes that were asked for
+  Coming coming_, coming2_;  // the panels to come
   SquareSums sums_[2];
   SquareSums* before_ = sums_;
 };
@@ -310,6 +333,17 @@ bool with_tiles(const LinearArgs& a, const F& run) {
   return true;
 }
 
+// Panels of a run, an even number: so that threads get the same number of them, as near as it can be.
+int64_t even_run(int64_t panels, bool threaded) {
+  const int64_t threads = threaded ? omp_get_max_threads() : 1;
+  int64_t best = 8, least_share = INT64_MAX;
+  for (int64_t length = 12; length >= 4; length -= 2) {
+    const int64_t runs = (panels + length - 1) / length, share = (runs + threads - 1) / threads * length;
+    if (share < least_share) best = length, least_share = share;
+  }
+  return best;
+}
+
 // run(first block, last block, first panel, last panel) for blocks of rows times runs of `length` panels.
 template <class Run>
 void share_blocks(const AmxRows& x, int64_t panels, int64_t length, const Run& run) {
@@ -333,7 +367,8 @@ bool linear_amx(const LinearArgs& a) {
       share_out<TileScope>((panels + run - 1) / run, a.threaded,
                            [&](int64_t i) { few_amx(x, i * run, least(panels, (i + 1) * run)); });
     } else {
-      share_blocks(x, panels, run, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+      const int64_t length = a.best ? run : even_run(panels, a.threaded);
+      share_blocks(x, panels, length, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
         many_amx(x, first, last, begin, end);
       });
     }

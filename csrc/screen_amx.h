@@ -173,34 +173,46 @@ void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, co
 
 // ---- Products ------------------------------------------------------------------------------------------------------------
 
-// A panel times a tile of rows: sums [16 outputs][16 rows].
-OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth, bool first, int32_t* sums) {
+// A panel times a tile of rows: sums [16 outputs][16 rows]. Lines 0: there is no other tile, and memory sets the pace.
+template <int Lines>
+OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth, Coming& coming, int32_t* sums) {
   zero_tile(0);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
-    if (first) ask_tile<3>(codes + s + 4 * 1024);  // panels follow one another
+    if constexpr (Lines == 0) ask_tile<3>(codes + s + 4 * 1024);  // panels follow one another
+    coming.ask<Lines>();
     load_tile(4, codes + s, 64);
+    coming.ask<Lines>();
     load_tile(6, x + s, 64);
+    coming.ask<Lines>();
     multiply_byte_tiles(0, 4, 6);
+    coming.ask<Lines>();
   }
   store_tile(0, sums, 64);
 }
 
-// Two panels times two tiles of rows: sums [2 tiles of rows][2 panels][16][16]. first: the panels come from memory.
-OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, bool first,
+// Two panels times two tiles of rows: sums [2 tiles of rows][2 panels][16][16].
+template <int Lines>
+OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, Coming& coming,
                                int32_t* sums) {
   zero_square();
   const int8_t* x2 = x + depth * 1024;
-  const int64_t ahead = 2 * (codes2 - codes);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
-    if (first) ask_tile<2>(codes + ahead + s), ask_tile<2>(codes2 + ahead + s);
     stream_tile(4, codes + s, 64);  // rows stay in the first-level cache, panels pass by
+    coming.ask<Lines>();
     load_tile(6, x + s, 64);
+    coming.ask<Lines>();
     load_tile(7, x2 + s, 64);
+    coming.ask<Lines>();
     stream_tile(5, codes2 + s, 64);
+    coming.ask<Lines>();
     multiply_byte_tiles(0, 4, 6);
+    coming.ask<Lines>();
     multiply_byte_tiles(1, 5, 6);
+    coming.ask<Lines>();
     multiply_byte_tiles(2, 4, 7);
+    coming.ask<Lines>();
     multiply_byte_tiles(3, 5, 7);
+    coming.ask<Lines>();
   }
   store_square(sums);
 }
@@ -226,25 +238,29 @@ OCTAVO_INLINE void put_peaks(const ScreenArgs& a, const ByteTiles& x, int64_t bl
 }
 
 // Panels [begin, end), of one block of peaks.
+template <int Lines>
 void byte_panels(const ScreenArgs& a, const ByteTiles& x, int64_t begin, int64_t end) {
   const int64_t bytes = screen_panel_bytes_amx(a.k);
   alignas(64) int32_t sums[4 * 256];
+  Coming coming;
+  coming.at = (const char*)a.panels + (begin + 2) * bytes;
   for (int64_t p = begin; p < end; p += 2) {
     const char *panel = (const char*)a.panels + p * bytes, *panel2 = p + 1 < end ? panel + bytes : panel;
     const auto codes = [](const char* at) { return (const int8_t*)at + 4 * kPanel; };
+    coming.end = panel + 4 * bytes;
     int64_t b = 0;
     for (; b + 2 <= x.blocks; b += 2) {
-      byte_square(codes(panel), codes(panel2), x.at(b), x.depth, b == 0, sums);
+      byte_square<Lines>(codes(panel), codes(panel2), x.at(b), x.depth, coming, sums);
       for (int i = 0; i < 2; ++i) {
         put_peaks(a, x, b + i, p, (const float*)panel, sums + i * 512);
         if (panel2 != panel) put_peaks(a, x, b + i, p + 1, (const float*)panel2, sums + i * 512 + 256);
       }
     }
     if (b == x.blocks) continue;
-    byte_tile(codes(panel), x.at(b), x.depth, b == 0, sums);
+    byte_tile<Lines>(codes(panel), x.at(b), x.depth, coming, sums);
     put_peaks(a, x, b, p, (const float*)panel, sums);
     if (panel2 == panel) continue;
-    byte_tile(codes(panel2), x.at(b), x.depth, b == 0, sums);
+    byte_tile<Lines>(codes(panel2), x.at(b), x.depth, coming, sums);
     put_peaks(a, x, b, p + 1, (const float*)panel2, sums);
   }
 }
@@ -272,7 +288,14 @@ bool screen_amx(const ScreenArgs& a) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
   share_out<TileScope>(blocks, a.threaded, [&](int64_t i) {
     const int64_t begin = i * kScreenBlock, end = least(panels, begin + kScreenBlock);
-    byte_panels(a, x, begin, end);
+    if (x.blocks > 4)
+      byte_panels<1>(a, x, begin, end);
+    else if (x.blocks > 2)
+      byte_panels<2>(a, x, begin, end);
+    else if (x.blocks > 1)
+      byte_panels<4>(a, x, begin, end);
+    else
+      byte_panels<0>(a, x, begin, end);
     for (int64_t p = end; p < begin + kScreenBlock; ++p)
       for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, p) = -__builtin_inff();
   });
