@@ -17,10 +17,42 @@
 
 namespace octavo {
 
+// Memory that somebody has mapped and cleared beforehand, taken from its front. Guarded by the GIL, as regions are.
+struct Room {
+  char *next = nullptr, *end = nullptr;  // multiples of 2 MiB
+
+  char* take(size_t bytes) {
+    if (static_cast<size_t>(end - next) < bytes) return nullptr;
+    char* at = next;
+    next += bytes;
+    return at;
+  }
+  void leave() {
+#if defined(__linux__)
+    if (end > next) munmap(next, static_cast<size_t>(end - next));
+#endif
+    next = end = nullptr;
+  }
+  void adopt(char* at, size_t bytes) {
+    leave();
+    next = at, end = at + bytes;
+  }
+};
+
+inline Room& room() {
+  static Room only;
+  return only;
+}
+
 class Region {
  public:
   explicit Region(size_t bytes) : bytes_(bytes) {
 #if defined(__linux__)
+    mapped_ = (bytes + kHuge - 1) / kHuge * kHuge;
+    if (char* at = room().take(mapped_)) {
+      base_ = start_ = at;
+      return;
+    }
     mapped_ = bytes + kHuge;
     base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base_ == MAP_FAILED) throw std::bad_alloc();

@@ -28,6 +28,8 @@ void bind_weights(nb::module_& m) {
     const StoredType stored = stored_type(kind);
     return stored.block != 0 && k % stored.block == 0;
   });
+  m.def("adopt_room", [](uintptr_t at, size_t bytes) { room().adopt(reinterpret_cast<char*>(at), bytes); });
+  m.def("leave_room", [] { room().leave(); });
   nb::class_<LoadQueue>(m, "LoadQueue")
       .def(nb::init<>())
       .def("add",

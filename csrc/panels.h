@@ -23,6 +23,47 @@ OCTAVO_INLINE int64_t panel_size(int64_t k) {
   return (__is_same(W, bf16) ? (k + 1) / 2 * 2 : k) * kPanel;
 }
 
+// to[i][j] = from[j][i] for 8 x 8 words of four bytes; rows lie `from_bytes` and `to_bytes` apart.
+OCTAVO_INLINE void transpose8(const char* from, int64_t from_bytes, char* to, int64_t to_bytes) {
+  i8 a[8], b[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) memcpy(a + j, from + j * from_bytes, sizeof(i8));
+#pragma GCC unroll 4
+  for (int j = 0; j < 8; j += 2) {
+    b[j] = __builtin_shuffle(a[j], a[j + 1], i8{0, 8, 1, 9, 4, 12, 5, 13});
+    b[j + 1] = __builtin_shuffle(a[j], a[j + 1], i8{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+#pragma GCC unroll 2
+  for (int j = 0; j < 8; j += 4) {
+    a[j] = __builtin_shuffle(b[j], b[j + 2], i8{0, 1, 8, 9, 4, 5, 12, 13});
+    a[j + 1] = __builtin_shuffle(b[j], b[j + 2], i8{2, 3, 10, 11, 6, 7, 14, 15});
+    a[j + 2] = __builtin_shuffle(b[j + 1], b[j + 3], i8{0, 1, 8, 9, 4, 5, 12, 13});
+    a[j + 3] = __builtin_shuffle(b[j + 1], b[j + 3], i8{2, 3, 10, 11, 6, 7, 14, 15});
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[i] = __builtin_shuffle(a[i], a[i + 4], i8{0, 1, 2, 3, 8, 9, 10, 11});
+    b[i + 4] = __builtin_shuffle(a[i], a[i + 4], i8{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) memcpy(to + i * to_bytes, b + i, sizeof(i8));
+}
+
+// A panel of 16 rows, eight words of four bytes at a time; returns how many inputs that were.
+template <class W>
+OCTAVO_INLINE int64_t pack_words(const W* rows, int64_t stride, int64_t k, W* panel) {
+  if (__is_same(W, f16)) return 0;  // their places are two bytes wide
+  constexpr int64_t kWord = 4, kBytes = kWord * kPanel;
+  const int64_t words = k * (int64_t)sizeof(W) / kWord / 8 * 8, row = stride * (int64_t)sizeof(W);
+  for (int64_t i = 0; i < words; i += 8) {
+    const char* from = (const char*)rows + i * kWord;
+    char* to = (char*)panel + i * kBytes;
+    transpose8(from, row, to, kBytes);
+    transpose8(from + 8 * row, row, to + 8 * kWord, kBytes);
+  }
+  return words * kWord / (int64_t)sizeof(W);
+}
+
 // Rows [first, first + count) of a weight into their places; rows beyond `n` of the last panel and the odd input that a
 // pair lacks become zeros.
 template <class W>
@@ -33,7 +74,9 @@ void pack_rows_typed(const W* weight, int64_t stride, int64_t first, int64_t cou
   for (int64_t from = first; from < last;) {
     const int64_t to = least(last, (from / kPanel + 1) * kPanel);
     W* panel = panels + from / kPanel * panel_size<W>(k);
-    for (int64_t start = 0; start < depth; start += kPart) {
+    const bool whole = to - from == kPanel && to <= n;
+    const int64_t done = whole ? pack_words(weight + (from - first) * stride, stride, k, panel) : 0;
+    for (int64_t start = done; start < depth; start += kPart) {
       const int64_t end = least(depth, start + kPart), full = least(k, end);
       for (int64_t row = from; row < to; ++row) {
         const int64_t j = row % kPanel;

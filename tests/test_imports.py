@@ -57,8 +57,8 @@ PART_OF = {
     "engine_stats": "engine", "overlapping": "engine", "device_setup": "engine", "request_text": "engine",
     "async_command": "llm", "async_engine": "llm", "async_request": "llm", "latency": "llm",
     "turns": "interrupts", "driver": "llm", "streaming": "llm", "progress": "llm", "vllm_names": "llm",
-    "paged": "attention", "functional": "attention", "host_memory": "devices", "npu_device": "devices",
-    "__init__": "package", "__main__": "cli",
+    "paged": "attention", "functional": "attention", "host_memory": "devices", "host_room": "devices",
+    "npu_device": "devices", "__init__": "package", "__main__": "cli",
 }  # fmt: skip
 #: Single imports against the direction, with their reasons.
 ALLOWED = {

@@ -24,6 +24,7 @@ from octavo.device_setup import make_device_runner, may_record, queues_steps, se
 from octavo.devices import Device, find_device
 from octavo.engine import Engine
 from octavo.errors import ConfigError
+from octavo.host_room import Room
 from octavo.kernels import cpu, triton
 from octavo.kernels.interface import AttentionBackend, make_backend
 from octavo.kernels.ops import Ops, TorchOps
@@ -52,8 +53,11 @@ def build_engine(
     on_progress: Callable[[str, int, int], None] | None = None,
     instrument: Instrument | None = None,
     texts: bool = False,
+    room: Room | None = None,
 ) -> Engine:
-    """Everything `Engine.build` promises. Raises `ConfigError` or `ModelError` with the numbers."""
+    """Everything `Engine.build` promises. room: for weights. Raises `ConfigError` or `ModelError` with the numbers."""
+    room = room or Room(0)
+    room.stop()
     if "blocks" in os.environ.get("OCTAVO_DEBUG", ""):
         config = replace(config, debug=True)
     where = find_device(config.device)
@@ -63,7 +67,7 @@ def build_engine(
     if instrument is not None:
         ops = instrument.ops(ops)
     report = None if on_progress is None else lambda done, total: on_progress("weights", done, total)
-    with weights_must_fit(config, where):
+    with weights_must_fit(config, where), cpu.weights_in(room):
         model = load_model(config, dtype=dtype, device=where.kind, ops=ops, on_progress=report, texts=texts)
     check_kv_dtype(config.kv_cache_dtype, where.kind, model.spec.head_dim)
     config, chosen = settle_blocks(config, model.spec, dtype, where)

@@ -28,7 +28,7 @@ from octavo.lora import Adapters, LoadedAdapter
 from octavo.outputs import BeamSearchOutput, RequestOutput
 from octavo.request_text import RequestText
 from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from octavo.starting import without_collecting
+from octavo.starting import room_for, without_collecting
 
 if TYPE_CHECKING:
     from octavo.models.lora_reader import AdapterFiles
@@ -89,10 +89,10 @@ class Engine:
 
         texts: prompts will be texts, so load now what encoding needs, beside the weights; else with the first text.
         """
-        with without_collecting():
+        with without_collecting(), room_for(config) as room:
             from octavo.builder import build_engine  # torch is loaded there
 
-            return build_engine(config, on_progress, texts=texts)
+            return build_engine(config, on_progress, texts=texts, room=room)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -106,3 +106,14 @@ def test_what_cannot_be_unpacked_is_said() -> None:
         ops.queued_linear(ops.load_queue(), [StoredRows(0, NUMBER["Q4_K"], 4, 320, None)])
     with pytest.raises(ConfigError, match="bias of shape"):
         ops.queued_linear(ops.load_queue(), [torch.zeros(4, 8)], torch.zeros(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 8), (16, 16), (48, 64), (40, 70), (33, 71), (150, 129), (5, 3)])
+def test_rows_come_back_as_they_went_in(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, columns = shape
+    wide = torch.randn(rows, columns + 5).to(dtype)
+    for weight in (wide[:, :columns], wide[:, 5:].contiguous()):
+        linear = cpu.NativeOps(dtype).linear(weight)
+        ids = torch.randperm(rows)
+        assert torch.equal(linear.rows(ids, dtype), weight[ids])

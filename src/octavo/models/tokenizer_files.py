@@ -52,7 +52,9 @@ def _contents(directory: Path) -> Iterator[bytes]:
     for path in (*(directory / name for name in names), directory / OLD_TEMPLATE, directory / TEMPLATE, *more):
         if path.is_file():
             yield path.name.encode()
-            yield path.read_bytes()
+            with path.open("rb", buffering=0) as file:
+                while part := file.read(1 << 20):  # megabytes in one piece would be cleared by the system first
+                    yield part
 
 
 def _from_directory(directory: Path, fallback_eos: tuple[int, ...], bos: int | None) -> Tokenizer:

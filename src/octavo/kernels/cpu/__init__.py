@@ -7,6 +7,8 @@ processor that passes a check at start).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.weight_format import FIXED
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.core.weight_format import WeightFormat
+    from octavo.host_room import Room
     from octavo.kernels.cpu.attention import NativeAttention as NativeAttention
     from octavo.kernels.cpu.ops import NativeOps as NativeOps
     from octavo.kernels.cpu.sampling import NativeSampling as NativeSampling
@@ -31,6 +34,7 @@ __all__ = [
     "make_ops",
     "make_sampling",
     "supports",
+    "weights_in",
     "why_not_fixed_point",
     "why_unavailable",
 ]
@@ -97,6 +101,22 @@ def why_not_fixed_point(dtype: torch.dtype, asked: bool | None = None) -> str:
         return "only the native CPU kernels can"
     found = instruction_set()
     return "" if asked or found == "avx2" else f"no faster than floats on {found}"
+
+
+@contextmanager
+def weights_in(room: Room) -> Iterator[None]:
+    """Inside, weights that are packed take their memory from `room`; what is left of it is given back."""
+    from octavo.kernels.cpu.loader import native, problem
+
+    address, size = (0, 0) if problem() else room.take()
+    if not size:
+        yield
+        return
+    native().adopt_room(address, size)
+    try:
+        yield
+    finally:
+        native().leave_room()
 
 
 def make_sampling(vocab_size: int) -> NativeSampling | None:

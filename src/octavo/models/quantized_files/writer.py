@@ -28,7 +28,7 @@ from octavo.kernels.quantized_weights import QuantizedWeight, quantize_rows
 from octavo.models.families import FAMILIES
 from octavo.models.quantized_files.packing import pack_columns, pack_rows
 from octavo.models.quantized_files.sources import DTYPES, TensorFiles, kept_bytes, open_source
-from octavo.models.safetensors_loader import INDEX, SINGLE
+from octavo.models.resolve import INDEX, SINGLE
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_names import HARMLESS, parts_of
 from octavo.models.weight_size import matrix_formats
