@@ -144,10 +144,33 @@ def test_goals_are_ratios_to_the_best_peer() -> None:
         {"engine": "x", "a": 20.0, "c": 100.0, "d8": "failed"},
         {"engine": "y", "a": 40.0, "c": 150.0},
     ]
-    found = {goal.name[0]: goal for goal in peers.goals(rows)}
+    found = {goal.name[0]: goal for goal in peers.goals([rows])}
     assert set(found) == {"a", "c"}
     assert found["a"].value == 0.5 and found["a"].met
     assert found["c"].value == 2.0 and not found["c"].met
+
+
+def test_rounds_give_the_median_of_their_ratios() -> None:
+    def turn(own: float, other: float | str) -> list[dict[str, object]]:
+        return [{"engine": "octavo", "c": own}, {"engine": "x", "c": other}]
+
+    rounds = [turn(300.0, 100.0), turn(200.0, 100.0), turn(100.0, 100.0), turn(900.0, "failed")]
+    assert peers.ratios(rounds, "c") == [3.0, 2.0, 1.0]
+    (goal,) = peers.goals(rounds)
+    assert goal.value == 2.0 and not goal.met
+    assert peers.typical_of([turn[0] for turn in rounds[:3]]) == {"engine": "octavo", "c": 200.0}
+    assert peers.typical_of([turn[1] for turn in rounds]) == {"engine": "x", "c": "failed"}
+    assert peers.goals([turn(1.0, "failed")]) == []
+
+
+def test_rounds_start_every_engine_anew(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    small = ["--rows", "b", "--repeat", "1", "--rounds", "2", "--shrink", "16", "--dtype", "float32", "--threads", "1"]
+    others = ["--hf-model", model, "--transformers-python", sys.executable]
+    assert main(["bench", "peers", "--model", model, *others, *small, "--json", str(file)]) == 0
+    ((title, rows),) = json.loads(file.read_text())["tables"].items()
+    assert "2 rounds" in title and [row["engine"] for row in rows] == ["octavo", "transformers"]
+    assert all(isinstance(row["b"], float) for row in rows)
 
 
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

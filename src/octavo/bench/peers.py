@@ -2,7 +2,8 @@
 
 Each engine runs alone, in a process of its own, with the same threads, dtype and token-id prompts; generation ignores
 the end of text, so all do the same work. Nothing is installed: what is not there is named, with how to get it. Machines
-are noisy, so what to keep of a run are the ratios.
+are noisy, so what to keep of a run are the ratios, and on a machine shared with others those of several rounds: each
+engine then meets quick minutes and slow ones.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1, metavar="N", help="per engine (all)")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="times each is measured (3)")
     parser.add_argument(
+        "--rounds", type=positive, default=1, metavar="N",
+        help="start the engines in turn N times and take the median of the rounds' ratios (1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--shrink", type=positive, default=1, metavar="N", help="divide lengths and counts by N, to try it out (1)"
     )
     add_report_options(parser)
@@ -115,18 +120,26 @@ def run(args: argparse.Namespace) -> int:
     loads = Loads(_vocabulary(args.model), args.shrink)
     about = {"dtype": args.dtype, "quantization": args.quantization or "none", "peer_threads": args.threads}
     report = Report("peers", {**machine_facts(), **about})
-    rows = []
-    with bar(len(peers), "peers") as tick:
-        for peer in peers.values():
-            rate = _reading(args.threads)
-            rows.append(measure(peer, args, loads, report.notes) | ({} if rate is None else {"reading": rate}))
-            tick(peer.kind)
+    rounds: list[list[dict[str, Any]]] = []
+    with bar(len(peers) * args.rounds, "peers") as tick:
+        for number in range(args.rounds):
+            found = {}
+            for peer in list(peers.values())[:: -1 if number % 2 else 1]:  # there and back, against a drift
+                rate = _reading(args.threads)
+                found[peer.kind] = measure(peer, args, loads, report.notes)
+                found[peer.kind] |= {} if rate is None else {"reading": rate}
+                tick(peer.kind)
+            rounds.append([found[peer.kind] for peer in peers.values()])
+    rows = [typical_of(of_peer) for of_peer in zip(*rounds, strict=True)]
     columns = [Column("engine", "engine"), *(Column(key, TITLES[key], _number) for key in _keys(args.rows))]
     if any("reading" in row for row in rows):
         columns.append(Column("reading", "memory read before it, GB/s", _number))
     weights = f", Octavo's weights {args.quantization}" if args.quantization else ""
-    report.tables.append(Table(f"{args.dtype}{weights}, {args.threads} threads", columns, rows))
-    report.goals += goals(rows) if args.shrink == 1 else []
+    turns = f", medians of {args.rounds} rounds" if args.rounds > 1 else ""
+    report.tables.append(Table(f"{args.dtype}{weights}, {args.threads} threads{turns}", columns, rows))
+    if args.shrink == 1:
+        report.goals += goals(rounds)
+        report.notes += _ratios_in_words(rounds)
     report.notes += [f"{kind} was not run; to have it: {how}" for kind, how in HOW_TO_GET.items() if kind not in peers]
     return publish(report, args)
 
@@ -284,13 +297,41 @@ def _decode_rate(
     return len(many) * (many[0].output - 1) / extra if extra > 0 else float("nan")
 
 
-def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """Octavo against the best peer, per row that both have."""
-    own, others = rows[0], rows[1:]
+def typical_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One engine's row of several rounds: medians of numbers; what failed once has failed."""
+    keys = list(dict.fromkeys(key for row in found for key in row))
+    return {key: _typical([row[key] for row in found if key in row]) for key in keys}
+
+
+def _typical(values: list[Any]) -> Any:
+    words = [value for value in values if isinstance(value, str)]
+    return words[0] if words else statistics.median(values)
+
+
+def ratios(rounds: Sequence[Sequence[dict[str, Any]]], key: str) -> list[float]:
+    """Octavo, the first of each round, to the best peer of that round; rounds in which both have the row."""
+    better, _ = GOALS[key]
     found = []
-    for key, (better, limit) in GOALS.items():
-        peers = [r[key] for r in others if isinstance(r.get(key), float)]
+    for own, *others in rounds:
+        peers = [row[key] for row in others if isinstance(row.get(key), float)]
         if peers and isinstance(own.get(key), float):
-            best = min(peers) if better == "lower" else max(peers)
-            found.append(Goal(f"{TITLES[key]}, to the best peer's", own[key] / best, limit, better == "higher"))
+            found.append(own[key] / (min(peers) if better == "lower" else max(peers)))
     return found
+
+
+def goals(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[Goal]:
+    """Octavo against the best peer, per row that both have: the median of the rounds' ratios."""
+    return [
+        Goal(f"{TITLES[key]}, to the best peer's", statistics.median(found), limit, better == "higher")
+        for key, (better, limit) in GOALS.items()
+        if (found := ratios(rounds, key))
+    ]
+
+
+def _ratios_in_words(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    if len(rounds) == 1:
+        return []
+    found = {key: ratios(rounds, key) for key in GOALS}
+    return [
+        f"{TITLES[key]}: ratios of the rounds {', '.join(f'{r:.2f}' for r in of)}" for key, of in found.items() if of
+    ]
