@@ -82,28 +82,28 @@ class Driver:
             waiting = dict.fromkeys(ids)
             while waiting:
                 self._step(waiting)
-                for request_id in [i for i in waiting if self._mail.get(i) is not None]:
-                    output = self._take_mail(request_id)
-                    if output is not None and output.finished:
-                        done[request_id] = output
-                        del waiting[request_id]
+                for output in self._take_mail(waiting):
+                    if output.finished:
+                        done[output.request_id] = output
+                        del waiting[output.request_id]
                         progress.finished(sum(len(o.token_ids) for o in output.outputs))
         return done
 
     def next_output(self, request_id: str) -> RequestOutput | None:
         """The newest output of a stream's request; steps unless another caller's steps have brought it already."""
         self._step((request_id,))
-        return self._take_mail(request_id)
+        return next(iter(self._take_mail((request_id,))), None)
 
-    def _take_mail(self, request_id: str) -> RequestOutput | None:
+    def _take_mail(self, wanted: Collection[str]) -> list[RequestOutput]:
+        """What has come for `wanted`, in one turn: a turn costs more than a token's other work."""
         with self.turn():
-            output = self._mail.get(request_id)
-            if output is not None:
+            found = [output for request_id in wanted if (output := self._mail.get(request_id)) is not None]
+            for output in found:
                 if output.finished:
-                    del self._mail[request_id]
+                    del self._mail[output.request_id]
                 else:
-                    self._mail[request_id] = None
-            return output
+                    self._mail[output.request_id] = None
+            return found
 
     def _step(self, wanted: Collection[str]) -> None:
         """One step of the engine, unless others' steps have brought something for `wanted`.
