@@ -78,32 +78,33 @@ class HeadScreen {
   }
 
   int64_t part(uintptr_t x, DType type, int64_t ldx, int64_t m, int64_t* ids, float* values) {
-    peaks_.resize(sizes_.size() * static_cast<size_t>(m));
-    float row_sizes[kScreenRows], row_errors[kScreenRows];
+    const auto blocks = static_cast<int64_t>(sizes_.size()) / kScreenBlock;
+    ceilings_.resize(sizes_.size() * static_cast<size_t>(m));
+    tops_.resize(static_cast<size_t>(blocks * m));
+    float row_sizes[kScreenRows];
     if (!made_by_.screen({memory_.data, head_.type(), bias_, at<const void>(x), type, ldx, m, head_.outputs(), head_.inputs(),
-                          peaks_.data(), row_sizes, row_errors, omp_get_max_threads() > 1}))
+                          sizes_.data(), errors_.data(), rounding_of(), ceilings_.data(), tops_.data(), row_sizes,
+                          omp_get_max_threads() > 1}))
       throw std::bad_alloc();
     // Panels for one thread: with many rows each has others to go on with.
     const int64_t alone = panels_ / (m > 2 * omp_get_max_threads() ? 8 : 64) + 1;
     int64_t waiting[kScreenRows];  // panels that could still hold a row's largest output; kTooMany: no end of them
     Best found[kScreenRows] = {};
     const auto row_at = [&](int64_t r) { return x + static_cast<uintptr_t>(r * ldx * element_size(type)); };
-    const auto raise_of = [&](int64_t r) {
-      return RaiseArgs{peaks_.data() + r * kScreenBlock, m * kScreenBlock, static_cast<int64_t>(sizes_.size()),
-                       sizes_.data(), errors_.data(), up(row_errors[r] + rounding_of() * row_sizes[r]),
-                       up(row_sizes[r] * (1 + rounding_of()))};
+    const auto ceilings_of = [&](int64_t r) {
+      return CeilingsOfRow{ceilings_.data() + r * kScreenBlock, m * kScreenBlock, tops_.data() + r * blocks, blocks, panels_};
     };
 #pragma omp parallel for schedule(dynamic, 1) if (m > 1)
     for (int64_t r = 0; r < m; ++r) {
       // Or is not a number.
       const bool small = double{row_sizes[r]} * largest_ < 1e30;
-      waiting[r] = small ? settle(raise_of(r), row_at(r), type, alone, found[r]) : kTooMany;
+      waiting[r] = small ? settle(ceilings_of(r), row_at(r), type, alone, found[r]) : kTooMany;
     }
     // The whole product serves all rows at once, at the price of all panels.
     const bool whole = 4 * std::accumulate(waiting, waiting + m, int64_t{0}) > 3 * panels_;
     bool open[kScreenRows];
     for (int64_t r = 0; r < m; ++r) {
-      open[r] = waiting[r] && (whole || !settle_together(raise_of(r), row_at(r), type, waiting[r], found[r]));
+      open[r] = waiting[r] && (whole || !settle_together(ceilings_of(r), row_at(r), type, waiting[r], found[r]));
       ids[r] = found[r].index, values[r] = found[r].value;
     }
     const int64_t left = std::count(open, open + m, true);
@@ -121,27 +122,27 @@ class HeadScreen {
 
   // The largest output of a row, from the panels that could hold it; returns 0. If those are more than `alone`: how many,
   // with `best` that of one of them.
-  int64_t settle(const RaiseArgs& raise, uintptr_t x, DType type, int64_t alone, Best& best) const {
-    const int64_t first = made_by_.raise_peaks(raise);
+  int64_t settle(const CeilingsOfRow& row, uintptr_t x, DType type, int64_t alone, Best& best) const {
+    const int64_t first = highest(row);
     if (!exact(x, type, first, best)) return kTooMany;
     std::vector<int32_t> found(static_cast<size_t>(alone));
-    const int64_t count = made_by_.panels_above(raise, bar(best), found.data(), alone);
+    const int64_t count = made_by_.panels_above(row, bar(best), found.data(), alone);
     if (count > alone) return count;
     found.resize(static_cast<size_t>(count));
-    highest_first(raise, found);
+    highest_first(row, found);
     for (int32_t p : found) {
       if (p == first) continue;
-      if (ceiling(raise, p) < bar(best)) break;
+      if (ceiling(row, p) < bar(best)) break;
       if (!look_into(x, type, p, best)) return kTooMany;
     }
     return 0;
   }
 
   // The rest of it, `count` panels, on all threads. False: no memory is left.
-  bool settle_together(const RaiseArgs& raise, uintptr_t x, DType type, int64_t count, Best& best) const {
+  bool settle_together(const CeilingsOfRow& row, uintptr_t x, DType type, int64_t count, Best& best) const {
     std::vector<int32_t> found(static_cast<size_t>(count));
-    made_by_.panels_above(raise, bar(best), found.data(), count);
-    highest_first(raise, found);
+    made_by_.panels_above(row, bar(best), found.data(), count);
+    highest_first(row, found);
     bool fine = true;
 #pragma omp parallel
     {
@@ -150,7 +151,7 @@ class HeadScreen {
 #pragma omp for schedule(static, 1) nowait
       for (int64_t i = 0; i < count; ++i) {
         const int32_t p = found[static_cast<size_t>(i)];
-        if (own_fine && !(ceiling(raise, p) < bar(own))) own_fine = look_into(x, type, p, own);
+        if (own_fine && !(ceiling(row, p) < bar(own))) own_fine = look_into(x, type, p, own);
       }
 #pragma omp critical
       {
@@ -161,11 +162,17 @@ class HeadScreen {
     return fine;
   }
 
-  static void highest_first(const RaiseArgs& raise, std::vector<int32_t>& found) {
-    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(raise, a) > ceiling(raise, b); });
+  static void highest_first(const CeilingsOfRow& row, std::vector<int32_t>& found) {
+    std::sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return ceiling(row, a) > ceiling(row, b); });
   }
-  static float ceiling(const RaiseArgs& raise, int32_t p) {
-    return raise.peaks[p / kScreenBlock * raise.stride + p % kScreenBlock];
+  static float ceiling(const CeilingsOfRow& row, int32_t p) {
+    return row.ceilings[p / kScreenBlock * row.stride + p % kScreenBlock];
+  }
+  // The panel with the highest ceiling: where the largest output most likely is.
+  static int64_t highest(const CeilingsOfRow& row) {
+    const int64_t block = std::max_element(row.tops, row.tops + row.blocks) - row.tops;
+    const float* at = row.ceilings + block * row.stride;
+    return block * kScreenBlock + (std::max_element(at, at + kScreenBlock) - at);
   }
   static bool before(const Best& a, const Best& b) {
     return a.value > b.value || (a.value == b.value && a.index < b.index);
@@ -184,7 +191,6 @@ class HeadScreen {
     return static_cast<float>(best.value - rounding_ - 1e-6 * std::abs(double{best.value}));
   }
   static double larger(double a, double b) { return a == a && !(b <= a) ? b : a; }  // a NaN stays
-  static float up(double v) { return std::nextafter(static_cast<float>(v), std::numeric_limits<float>::infinity()); }
 
   // The largest output within a panel, as the whole product has it. False: out of memory.
   bool exact(uintptr_t x, DType type, int64_t panel, Best& best) const {
@@ -227,7 +233,7 @@ class HeadScreen {
   double largest_ = 0, rounding_ = 0;  // largest norm of an output; how far adding a bias and numbers near zero may err
   bool usable_ = false;
   std::mutex busy_;  // for what follows
-  std::vector<float> peaks_;
+  std::vector<float> ceilings_, tops_;
 };
 
 }  // namespace octavo

@@ -253,7 +253,7 @@ struct PackCodesArgs {
   void* panels;
 };
 
-// A head's screen (screen_panels.h, screen_amx.h): peaks lie in blocks of panels, [blocks][rows][kScreenBlock].
+// A head's screen (screen_panels.h, screen_amx.h): what it says of panels lies in blocks, [blocks][rows][kScreenBlock].
 inline constexpr int kScreenBlock = 16;
 inline constexpr int64_t kScreenRows = 96;  // most rows of one call
 
@@ -272,16 +272,20 @@ struct ScreenArgs {
   const void* x;      // [m, k], row stride ldx elements
   DType x_type;
   int64_t ldx, m, n, k;
-  float* peaks;            // out: the largest output of each panel and row; minus infinity beyond the last panel
-  float *sizes, *errors;  // out, [m]: the norm of a row, and of what it was rounded by; NaN if it is not finite
+  const float *panel_sizes, *panel_errors;  // of ScreenPanelArgs, with zeros up to a whole block
+  double rounding;                          // of sums, as a share of |x| |w|
+  float* ceilings;  // out: what no output of a panel is above, for each row; minus infinity beyond the last panel
+  float* tops;      // out, [m][blocks]: the highest ceiling of each block
+  float* sizes;     // out, [m]: the norm of a row; NaN if it is not finite
   bool threaded;
 };
 
-struct RaiseArgs {
-  float* peaks;  // of one row: blocks of kScreenBlock, `stride` floats apart
-  int64_t stride, panels;
-  const float *sizes, *errors;  // [panels], with zeros up to a whole block
-  float by_size, by_error;      // a ceiling is peak + by_size * size + by_error * error
+// What `screen` says of a row.
+struct CeilingsOfRow {
+  const float* ceilings;  // blocks of kScreenBlock, `stride` floats apart
+  int64_t stride;
+  const float* tops;  // [blocks]
+  int64_t blocks, panels;
 };
 
 struct KernelTable {
@@ -303,8 +307,7 @@ struct KernelTable {
   int64_t (*screen_panel_bytes)(int64_t k);
   void (*screen_panel)(const ScreenPanelArgs&);
   bool (*screen)(const ScreenArgs&);  // false: out of memory
-  int64_t (*raise_peaks)(const RaiseArgs&);
-  int64_t (*panels_above)(const RaiseArgs&, float least_value, int32_t* found, int64_t room);
+  int64_t (*panels_above)(const CeilingsOfRow&, float least_value, int32_t* found, int64_t room);
   void (*pack_codes)(const PackCodesArgs&);
   void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,
                        void* out, DType out_type);

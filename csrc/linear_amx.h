@@ -86,13 +86,6 @@ OCTAVO_INLINE void put_gated_row(const LinearArgs& a, octavo::Activation kind, i
 
 // ---- Few rows: memory sets the pace ------------------------------------------------------------------------------------
 
-// Lines of the KiB at `p`, towards the first-level cache (3) or the second (2).
-template <int Level>
-OCTAVO_INLINE void ask_tile(const void* p) {
-#pragma GCC unroll 16
-  for (int line = 0; line < 16; ++line) __builtin_prefetch((const char*)p + 64 * line, 0, Level);
-}
-
 // Memory that is wanted next, asked for a few lines at a time between other instructions: a core that asks for many at
 // once waits for them, and does nothing else meanwhile.
 struct Coming {
@@ -108,14 +101,19 @@ struct Coming {
 
 // One tile of rows times a panel: sums [16][16]. next: where the weights go on behind the panel.
 OCTAVO_INLINE void column(const AmxRows& x, const bf16* w, const bf16* next, float* sums) {
-  constexpr int64_t kAheadSteps = 4;
+  constexpr int64_t kAheadSteps = 8;
   zero_tile(0);
   for (int64_t s = 0; s < x.steps; ++s) {
     const int64_t then = s + kAheadSteps;
-    ask_tile<3>(then < x.steps ? w + then * kTileNumbers : next + (then - x.steps) * kTileNumbers);
+    const bf16* ahead = then < x.steps ? w + then * kTileNumbers : next + (then - x.steps) * kTileNumbers;
+    Coming coming = {(const char*)ahead, (const char*)(ahead + kTileNumbers)};
+    coming.ask<4>();
     load_tile(4, x.tiles + s * kTileNumbers, 64);
+    coming.ask<4>();
     load_tile(6, w + s * kTileNumbers, 64);
+    coming.ask<4>();
     multiply_tiles(0, 4, 6);
+    coming.ask<4>();
   }
   store_tile(0, sums, 64);
 }
@@ -351,7 +349,9 @@ void share_blocks(const AmxRows& x, int64_t panels, int64_t length, const Run& r
   const int64_t parts = (x.blocks + room - 1) / room, runs = (panels + length - 1) / length;
   const int64_t height = ((x.blocks + parts - 1) / parts + 1) / 2 * 2;  // whole squares
   share_out<TileScope>(parts * runs, x.args->threaded, [&](int64_t i) {
-    const int64_t begin = i / parts * length, first = i % parts * height;
+    // Rows stay in the second-level cache while all panels pass: those are read again for the next rows, but every run
+    // of panels would read all rows again, and it is short.
+    const int64_t begin = i % runs * length, first = i / runs * height;
     if (first < x.blocks) run(first, least(x.blocks, first + height), begin, least(panels, begin + length));
   });
 }

@@ -119,21 +119,21 @@ void screen_many(const ScreenArgs& a, const ByteRows& x, int64_t panel) {
   for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, panel) = peak_of(a, panel, totals + r * kPanel);
 }
 
-// Norms of a row and of what its integers leave over; both never too small.
+// What a row's integers leave over; never too small.
 template <class In>
-void row_norms(const In* x, int64_t k, const ByteRows& rows, int64_t row, float* size, float* error) {
+void row_norms(const ScreenArgs& a, const ByteRows& rows, int64_t row, RowSlack& slack) {
+  const In* x = (const In*)a.x + row * a.ldx;
   double squares = 0, over = 0;
   for (int64_t u = 0; u < rows.units; ++u) {
     const ByteSpan& span = rows.memory[u / kUnitsOfRecord * rows.rows + row];
     const double step = span.steps[u % kUnitsOfRecord];
     const int8_t* codes = span.codes + u % kUnitsOfRecord * kUnit;
-    for (int64_t i = 0; i < least(kUnit, k - u * kUnit); ++i) {
+    for (int64_t i = 0; i < least(kUnit, a.k - u * kUnit); ++i) {
       const double value = widen(x[u * kUnit + i]), left = value - step * codes[i];
       squares += value * value, over += left * left;
     }
   }
-  *size = (float)(sqrt(squares) * 1.00001);
-  *error = (float)(sqrt(over) * 1.00001);
+  slack.set(a, row, (float)(sqrt(squares) * 1.00001), (float)(sqrt(over) * 1.00001));
 }
 
 // False: out of memory.
@@ -145,20 +145,21 @@ bool screen(const ScreenArgs& a) {
   if (!memory) return false;
   const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
   const int64_t task = a.m > kScreenStraight ? 1 : 4, tasks = (blocks + task - 1) / task;
+  RowSlack slack;
 #pragma omp parallel if (a.threaded)
   {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static)
     for (int64_t r = 0; r < a.m; ++r) {
       switch (a.x_type) {
-        case DType::f32: row_norms((const float*)a.x + r * a.ldx, a.k, x, r, a.sizes + r, a.errors + r); break;
-        case DType::bf16: row_norms((const bf16*)a.x + r * a.ldx, a.k, x, r, a.sizes + r, a.errors + r); break;
-        case DType::f16: row_norms((const f16*)a.x + r * a.ldx, a.k, x, r, a.sizes + r, a.errors + r); break;
+        case DType::f32: row_norms<float>(a, x, r, slack); break;
+        case DType::bf16: row_norms<bf16>(a, x, r, slack); break;
+        case DType::f16: row_norms<f16>(a, x, r, slack); break;
       }
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < tasks; ++t) {
-      const int64_t end = least(blocks, (t + 1) * task) * kScreenBlock;
-      for (int64_t p = t * task * kScreenBlock; p < end; ++p) {
+      const int64_t end = least(blocks, (t + 1) * task);
+      for (int64_t p = t * task * kScreenBlock; p < end * kScreenBlock; ++p) {
         if (p >= panels) {
           for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, p) = -__builtin_inff();
           continue;
@@ -171,6 +172,7 @@ bool screen(const ScreenArgs& a) {
           default: screen_many(a, x, p);
         }
       }
+      for (int64_t b = t * task; b < end; ++b) raise_block(a, b, slack);
     }
   }
   free(memory);

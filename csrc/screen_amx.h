@@ -135,9 +135,9 @@ struct ByteTiles {
   OCTAVO_INLINE const int8_t* at(int64_t block) const { return codes + block * depth * 1024; }
 };
 
-// Row `r` of a.x into its tile; its norm and what its codes leave over. part: [rotated inputs].
+// Row `r` of a.x into its tile, and what its codes leave over into `slack`. part: [rotated inputs].
 template <class In>
-void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, const ByteTiles& to) {
+void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, const ByteTiles& to, RowSlack& slack) {
   const In* x = (const In*)a.x + r * a.ldx;
   const int64_t inputs = rotated_inputs(a.k);
   double squares = 0, over = 0;
@@ -167,18 +167,17 @@ void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, co
     }
   }
   to.steps[r] = step;
-  a.sizes[r] = finite ? (float)(sqrt(squares) * 1.00001) : __builtin_nanf("");
-  a.errors[r] = finite ? (float)(sqrt(over) * 1.00001) + a.sizes[r] * 2 * kRotationSlack : __builtin_nanf("");
+  const float size = finite ? (float)(sqrt(squares) * 1.00001) : __builtin_nanf("");
+  slack.set(a, r, size, (float)(sqrt(over) * 1.00001) + size * 2 * kRotationSlack);
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------------
 
-// A panel times a tile of rows: sums [16 outputs][16 rows]. Lines 0: there is no other tile, and memory sets the pace.
+// A panel times a tile of rows: sums [16 outputs][16 rows].
 template <int Lines>
 OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth, Coming& coming, int32_t* sums) {
   zero_tile(0);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
-    if constexpr (Lines == 0) ask_tile<3>(codes + s + 4 * 1024);  // panels follow one another
     coming.ask<Lines>();
     load_tile(4, codes + s, 64);
     coming.ask<Lines>();
@@ -277,12 +276,13 @@ bool screen_amx(const ScreenArgs& a) {
   memset(memory, 0, codes + steps);
   float* parts = (float*)(memory + codes + steps);
   const bool rounded = rounds_inputs_amx(a.type, a.k);
+  RowSlack slack;
 #pragma omp parallel for schedule(static) if (a.threaded && a.m > 1)
   for (int64_t r = 0; r < a.m; ++r) {
     switch (a.x_type) {
-      case DType::f32: byte_tile_row<float>(a, r, rounded, parts + r * inputs, x); break;
-      case DType::bf16: byte_tile_row<bf16>(a, r, rounded, parts + r * inputs, x); break;
-      case DType::f16: byte_tile_row<f16>(a, r, rounded, parts + r * inputs, x); break;
+      case DType::f32: byte_tile_row<float>(a, r, rounded, parts + r * inputs, x, slack); break;
+      case DType::bf16: byte_tile_row<bf16>(a, r, rounded, parts + r * inputs, x, slack); break;
+      case DType::f16: byte_tile_row<f16>(a, r, rounded, parts + r * inputs, x, slack); break;
     }
   }
   const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
@@ -292,12 +292,11 @@ bool screen_amx(const ScreenArgs& a) {
       byte_panels<1>(a, x, begin, end);
     else if (x.blocks > 2)
       byte_panels<2>(a, x, begin, end);
-    else if (x.blocks > 1)
-      byte_panels<4>(a, x, begin, end);
     else
-      byte_panels<0>(a, x, begin, end);
+      byte_panels<4>(a, x, begin, end);
     for (int64_t p = end; p < begin + kScreenBlock; ++p)
       for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, p) = -__builtin_inff();
+    raise_block(a, i, slack);
   });
   return true;
 }

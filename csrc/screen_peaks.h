@@ -6,6 +6,8 @@
 #include "panels.h"
 #include "simd.h"
 
+#include <math.h>
+
 namespace {
 
 using octavo::kScreenBlock;
@@ -27,40 +29,48 @@ struct ScreenSquares {
   f8 stored, over;
 };
 
+// Where the largest output of a panel goes that a screen has found; `raise_block` makes it a ceiling.
 OCTAVO_INLINE float& peak_at(const ScreenArgs& a, int64_t row, int64_t panel) {
-  return a.peaks[(panel / kScreenBlock * a.m + row) * kScreenBlock + panel % kScreenBlock];
+  return a.ceilings[(panel / kScreenBlock * a.m + row) * kScreenBlock + panel % kScreenBlock];
 }
 
-// Peaks of a row become ceilings: none of the panel's outputs is above. Returns the panel of the highest peak.
-int64_t raise_peaks(const octavo::RaiseArgs& a) {
-  f8 best = splat(-__builtin_inff());
-  i8 where = splat_int(0);
-  for (int64_t p = 0; p < a.panels; p += 8) {
-    float* at = a.peaks + p / kScreenBlock * a.stride + p % kScreenBlock;
-    const f8 peak = load(at);
-    const i8 higher = peak > best;
-    best = select(higher, peak, best);
-    where = (higher & (lanes() + splat_int((int32_t)p))) | (~higher & where);
-    store(at, fma(load(a.errors + p), splat(a.by_error), fma(load(a.sizes + p), splat(a.by_size), peak)));
+// How far an output may be from what the screen has: by_size times the panel's size plus by_error times its error.
+struct RowSlack {
+  float by_size[octavo::kScreenRows], by_error[octavo::kScreenRows];
+
+  static float up(double v) { return nextafterf((float)v, __builtin_inff()); }
+  // size, error: the norm of row `r`, and of what the screen takes it for less by.
+  void set(const ScreenArgs& a, int64_t r, float size, float error) {
+    a.sizes[r] = size;
+    by_size[r] = up((double)error + a.rounding * size), by_error[r] = up((double)size * (1 + a.rounding));
   }
-  int lane = 0;
-  for (int i = 1; i < 8; ++i) lane = best[i] > best[lane] ? i : lane;
-  return where[lane];
+};
+
+// Peaks of a block become ceilings while the thread that has found them still has them at hand.
+void raise_block(const ScreenArgs& a, int64_t block, const RowSlack& slack) {
+  const int64_t blocks = ((a.n + kPanel - 1) / kPanel + kScreenBlock - 1) / kScreenBlock;
+  const float *sizes = a.panel_sizes + block * kScreenBlock, *errors = a.panel_errors + block * kScreenBlock;
+  for (int64_t r = 0; r < a.m; ++r) {
+    float* at = a.ceilings + (block * a.m + r) * kScreenBlock;
+    f8 top = splat(-__builtin_inff());
+    for (int i = 0; i < kScreenBlock; i += 8) {
+      const f8 ceiling = fma(load(errors + i), splat(slack.by_error[r]),
+                             fma(load(sizes + i), splat(slack.by_size[r]), load(at + i)));
+      store(at + i, ceiling);
+      top = larger(ceiling, top);
+    }
+    a.tops[r * blocks + block] = largest(top);
+  }
 }
 
 // The panels of a row whose ceiling is not below `least_value`, as far as there is room; returns how many there are.
-int64_t panels_above(const octavo::RaiseArgs& a, float least_value, int32_t* found, int64_t room) {
+int64_t panels_above(const octavo::CeilingsOfRow& a, float least_value, int32_t* found, int64_t room) {
   int64_t count = 0;
-  const f8 bar = splat(least_value);
-  for (int64_t p = 0; p < a.panels; p += 8) {
-    const f8 ceilings = load(a.peaks + p / kScreenBlock * a.stride + p % kScreenBlock);
-    const i8 below = ceilings < bar;
-#if defined(__AVX2__)
-    if (_mm256_movemask_ps((__m256)below) == 0xFF) continue;
-#endif
-    for (int i = 0; i < 8; ++i) {
-      if (below[i] || p + i >= a.panels) continue;
-      if (count < room) found[count] = (int32_t)(p + i);
+  for (int64_t b = 0; b < a.blocks; ++b) {
+    if (a.tops[b] < least_value) continue;
+    for (int64_t p = b * kScreenBlock; p < least((b + 1) * kScreenBlock, a.panels); ++p) {
+      if (a.ceilings[b * a.stride + p % kScreenBlock] < least_value) continue;
+      if (count < room) found[count] = (int32_t)p;
       ++count;
     }
   }
