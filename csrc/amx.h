@@ -105,63 +105,6 @@ inline void release_tiles() { _tile_release(); }
 
 constexpr int64_t kTileNumbers = 16 * 32;  // of bfloat16 in a tile: one KiB
 
-// Two tiles of rows (`a`, `a2`, rows `stride` bytes apart) times two of columns: sums in tiles 0 to 3, row by row. All loads
-// come before the products: a core that is shared has few tiles to rename, and a load between products waits for them.
-// RowsPass: the columns' lines are to stay in the first-level cache for the next rows, those of rows leave it first; else
-// the other way round.
-OCTAVO_INLINE void zero_square() {
-  zero_tile(0);
-  zero_tile(1);
-  zero_tile(2);
-  zero_tile(3);
-}
-struct Nothing {
-  OCTAVO_INLINE void operator()() const {}
-};
-template <bool RowsPass, class Ask = Nothing>
-OCTAVO_INLINE void multiply_square(const bf16* a, const bf16* a2, int64_t stride, const bf16* b, const bf16* b2,
-                                   const Ask& ask = {}) {
-  if constexpr (RowsPass) {
-    stream_tile(4, a, stride);
-    load_tile(6, b, 64);
-    load_tile(7, b2, 64);
-    stream_tile(5, a2, stride);
-  } else {
-    load_tile(4, a, stride);
-    stream_tile(6, b, 64);
-    stream_tile(7, b2, 64);
-    load_tile(5, a2, stride);
-  }
-  multiply_tiles(0, 4, 6);
-  ask();
-  multiply_tiles(1, 4, 7);
-  ask();
-  multiply_tiles(2, 5, 6);
-  ask();
-  multiply_tiles(3, 5, 7);
-  ask();
-}
-// Sums one after the other, a KiB each.
-OCTAVO_INLINE void store_square(void* to) {
-  store_tile(0, to, 64);
-  store_tile(1, (char*)to + 1024, 64);
-  store_tile(2, (char*)to + 2048, 64);
-  store_tile(3, (char*)to + 3072, 64);
-}
-// One tile of rows times two of columns: sums in tiles 0 and 1.
-template <class Ask = Nothing>
-OCTAVO_INLINE void multiply_half(const bf16* a, const bf16* b, const bf16* b2, const Ask& ask = {}) {
-  load_tile(4, a, 64);
-  ask();
-  load_tile(6, b, 64);
-  ask();
-  load_tile(7, b2, 64);
-  ask();
-  multiply_tiles(0, 4, 6);
-  multiply_tiles(1, 4, 7);
-  ask();
-}
-
 // A thread's tiles, for as long as it works: all of them 16 rows of 64 bytes.
 struct TileScope {
   TileScope() {

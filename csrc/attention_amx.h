@@ -131,11 +131,9 @@ bool attend_rows(const AttentionArgs& a, const AttentionItem& it, const TileWork
   // Few rows wait for memory: while scores are computed, values are on their way, and then the keys that come next.
   Asker values = s.paired ? Asker() : asker_of(a, it.row, it.head, a.value_offset, s.begin, s.end);
   for (int step = from; step < to; ++step) {
-    const bf16 *run = s.keys[2 * step], *run2 = s.keys[2 * step + 1];
-    if (count > kTileRows)
-      score_square(query, run, run2, d, w.scores + step * kStepKeys);
-    else
-      score_pair(query, run, run2, d, values, w.scores + step * kStepKeys);
+    for (int t = 0; t * kTileRows < count; ++t)
+      score_tile(query + (int64_t)t * kTileRows * d, s.keys[2 * step], s.keys[2 * step + 1], d, values,
+                 w.scores + t * kTileRows * kSegment + step * kStepKeys);
   }
   for (int r = 0; r < count; ++r) {
     const int low = greater(view.low(first + r), s.begin) - s.origin;
@@ -145,10 +143,7 @@ bool attend_rows(const AttentionArgs& a, const AttentionItem& it, const TileWork
   }
   if (!s.paired) pair_segment(w, s, d), s.paired = true;
   // Rows of a tile that do not exist: their sums are not read, whatever they are.
-  if (count > kTileRows)
-    weigh_square(w, d, from, to);
-  else
-    weigh_pair(w, d, from, to, keys);
+  for (int t = 0; t * kTileRows < count; ++t) weigh_tile(w, t, d, from, to, keys);
   return true;
 }
 

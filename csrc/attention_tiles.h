@@ -152,24 +152,8 @@ struct Asker {
 
 // ---- Scores ------------------------------------------------------------------------------------------------------------
 
-// Two runs of 16 keys times two tiles of queries.
-OCTAVO_INLINE void score_square(const bf16* query, const bf16* keys, const bf16* keys2, int d, float* scores) {
-  alignas(64) float turned[4 * 256];
-  const int64_t stride = (int64_t)d * 2, apart = (int64_t)kTileRows * d;
-  zero_square();
-  for (int j = 0; j < d; j += 32) {
-    const bf16* rows = query + (int64_t)j * kTileRows;
-    multiply_square<true>(keys + j, keys2 + j, stride, rows, rows + apart);
-  }
-  store_square(turned);
-  transpose16(turned, scores, kSegment);
-  transpose16(turned + 256, scores + kTileRows * kSegment, kSegment);
-  transpose16(turned + 512, scores + kRunKeys, kSegment);
-  transpose16(turned + 768, scores + kTileRows * kSegment + kRunKeys, kSegment);
-}
-
-// The same of one tile of queries.
-OCTAVO_INLINE void score_pair(const bf16* query, const bf16* keys, const bf16* keys2, int d, Asker& asker, float* scores) {
+// Two runs of 16 keys times a tile of queries. (Two tiles of sums and not four, see `Pairs` in linear_amx.h.)
+OCTAVO_INLINE void score_tile(const bf16* query, const bf16* keys, const bf16* keys2, int d, Asker& asker, float* scores) {
   alignas(64) float turned[2 * 256];
   const int64_t stride = (int64_t)d * 2;
   zero_tile(0);
@@ -226,36 +210,25 @@ OCTAVO_INLINE void soften_row(const AttentionArgs& a, float* scores, int low, in
 
 // ---- Values ------------------------------------------------------------------------------------------------------------
 
-// acc [R tiles of rows][16][d] = weights x values, steps [from, to).
-OCTAVO_INLINE void weigh_square(const TileWork& w, int d, int from, int to) {
-  const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers, apart = kSteps * kTileNumbers;
-  for (int j = 0; j < d; j += 32) {
-    zero_square();
-    const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
-    for (int s = from; s < to; ++s) {
-      const bf16* rows = w.weights + s * kTileNumbers;
-      multiply_square<false>(rows, rows + apart, 64, v + s * depth, v + s * depth + kTileNumbers);
-    }
-    store_tile(0, w.acc + j, stride);
-    store_tile(1, w.acc + j + 16, stride);
-    store_tile(2, w.acc + 16 * d + j, stride);
-    store_tile(3, w.acc + 16 * d + j + 16, stride);
-  }
-}
-
-// The same of one tile of rows.
-OCTAVO_INLINE void weigh_pair(const TileWork& w, int d, int from, int to, Asker& asker) {
+// acc [16][d] of tile `t` of rows = weights x values, steps [from, to).
+OCTAVO_INLINE void weigh_tile(const TileWork& w, int t, int d, int from, int to, Asker& asker) {
   const int64_t stride = (int64_t)d * 4, depth = (int64_t)d / 16 * kTileNumbers;
+  const bf16* weights = w.weights + t * kSteps * kTileNumbers;
+  float* acc = w.acc + (int64_t)t * kTileRows * d;
   for (int j = 0; j < d; j += 32) {
     zero_tile(0);
     zero_tile(1);
     const bf16* v = w.values + (int64_t)j / 16 * kTileNumbers;
     for (int s = from; s < to; ++s) {
-      multiply_half(w.weights + s * kTileNumbers, v + s * depth, v + s * depth + kTileNumbers);
+      load_tile(4, weights + s * kTileNumbers, 64);
+      load_tile(6, v + s * depth, 64);
+      load_tile(7, v + s * depth + kTileNumbers, 64);
+      multiply_tiles(0, 4, 6);
+      multiply_tiles(1, 4, 7);
       asker.ask();
     }
-    store_tile(0, w.acc + j, stride);
-    store_tile(1, w.acc + j + 16, stride);
+    store_tile(0, acc + j, stride);
+    store_tile(1, acc + j + 16, stride);
   }
 }
 

@@ -2,8 +2,7 @@
 //
 // x is rounded to bfloat16 once, into tiles of 16 rows and 32 inputs that lie in a KiB each. A pair panel (kernels.h) is
 // a run of weight tiles as it lies: 16 pairs of inputs times 16 outputs. Up to 16 rows wait for memory: panels go by one
-// after the other. More rows wait for the tile unit: two tiles of rows times two panels share four loads among four
-// products.
+// after the other. More rows wait for the tile unit: a tile of them is loaded for two panels.
 //
 // Invariant: every output is one sum, tile step by tile step in the order of the inputs, whatever the number of rows or
 // threads: a row alone and the same row among 512 have the same bits. (They differ from those of the other instruction
@@ -144,10 +143,12 @@ struct PanelPair {
   const bf16 *w, *w2, *next, *next2;
 };
 
-// Sums of a square, [2 tiles of rows][2 panels][16][16]: of `rows` rows from `row` on, of which `done` are finished.
-struct SquareSums {
+// Sums of up to four tiles of rows and two panels, [4][2 panels][16][16]: of `rows` rows from `row` on, of which `done` are
+// finished.
+struct PairSums {
+  static constexpr int64_t kBlocks = 4;
   int64_t row = 0, rows = 0, done = 0, panel = 0;
-  alignas(64) float at[4 * 256];
+  alignas(64) float at[kBlocks * 512];
 
   // What is done with outputs: finish.put(row, panel, sums, sums of the second panel).
   template <class Finish>
@@ -159,63 +160,76 @@ struct SquareSums {
   }
 };
 
-// Blocks of rows times pairs of panels. While the tile unit multiplies, the vector units finish the sums of the square
-// before, and memory is asked for what comes: the panels of the next pair, and the lines that this square's outputs go
-// to, without which every row of outputs would wait for its own (finish.ask).
+// Blocks of rows times pairs of panels, a tile of rows times two panels at a time. (Two tiles of rows would share their
+// loads; but a core that two threads share then multiplies a third slower: measured, more than two tiles of sums at work
+// in each thread cost that.) A run of steps of the panels stays in the first-level cache while up to four tiles of rows
+// pass. While the tile unit multiplies, the vector units finish the sums before, and memory is asked for what comes: the
+// panels of the next pair, and the lines that outputs go to, without which every row of outputs would wait for its own
+// (finish.ask).
 template <class Finish>
-class Squares {
+class Pairs {
  public:
-  Squares(const AmxRows& x, const Finish& finish) : x_(x), finish_(finish) {}
+  Pairs(const AmxRows& x, const Finish& finish) : x_(x), finish_(finish) {}
 
   // Blocks [first, last).
   void multiply(int64_t first, int64_t last, const PanelPair& pair) {
-    const int64_t bytes = x_.steps * 1024;
+    const int64_t bytes = x_.steps * 1024, blocks = last - first;
     coming_ = {(const char*)pair.next, (const char*)pair.next + bytes};
     coming2_ = {(const char*)pair.next2, (const char*)pair.next2 + bytes};
-    if (last - first > 4)
+    if (blocks >= 8)
       pass<1>(first, last, pair);
-    else if (last - first > 2)
+    else if (blocks >= 4)
       pass<2>(first, last, pair);
     else
       pass<4>(first, last, pair);
   }
-  // What the last square left.
-  void finish() { before_->finish_until(32, finish_); }
+  // What the last pair left.
+  void finish() { before_->finish_until(before_->rows, finish_); }
 
  private:
-  // Lines: of each panel to come, asked for four times in a step.
+  // Lines: of each panel to come, asked for twice in a step.
   template <int Lines>
   void pass(int64_t first, int64_t last, const PanelPair& pair) {
-    for (; first + 2 <= last; first += 2) square<true, Lines>(first, pair);
-    if (first < last) square<false, Lines>(first, pair);
+    for (; first < last; first += PairSums::kBlocks) few<Lines>(first, least(last, first + PairSums::kBlocks), pair);
   }
 
-  // One tile of rows or, Two, this and the next.
-  template <bool Two, int Lines>
-  OCTAVO_INLINE void square(int64_t block, const PanelPair& pair) {
-    const int64_t each = (31 + x_.steps) / x_.steps;
-    const bf16 *rows = x_.at(block), *rows2 = x_.at(block + 1);
-    int64_t row = block * 16, end = 0;
-    zero_square();
-    const auto ask = [&] { coming_.ask<Lines>(), coming2_.ask<Lines>(); };
-    for (int64_t i = 0; i < x_.steps * kTileNumbers; i += kTileNumbers) {
-      if constexpr (Two)
-        multiply_square<true>(rows + i, rows2 + i, 64, pair.w + i, pair.w2 + i, ask);
-      else
-        multiply_half(rows + i, pair.w + i, pair.w2 + i, ask);
-      end += each;
-      before_->finish_until(end, finish_);
-      for (const int64_t to = least(block * 16 + end, x_.args->m); row < to; ++row) finish_.ask(row, pair.number);
+  template <int Lines>
+  OCTAVO_INLINE void few(int64_t first, int64_t last, const PanelPair& pair) {
+    constexpr int64_t kRunSteps = 20;  // 40 KiB of panels
+    const int64_t runs = (x_.steps + kRunSteps - 1) / kRunSteps, length = (x_.steps + runs - 1) / runs;
+    const int64_t begin = first * 16, end = least(last * 16, x_.args->m), total = (last - first) * x_.steps;
+    const int64_t each = (before_->rows + total - 1) / total, each_ask = (end - begin + total - 1) / total;
+    PairSums* now = before_ == sums_ ? sums_ + 1 : sums_;
+    int64_t finished = 0, asked = begin;
+    for (int64_t from = 0; from < x_.steps; from += length) {
+      const int64_t to = least(x_.steps, from + length) * kTileNumbers;
+      for (int64_t block = first; block < last; ++block) {
+        float* sums = now->at + (block - first) * 512;
+        const bf16* rows = x_.at(block);
+        if (from) {
+          load_tile(0, sums, 64);
+          load_tile(1, sums + 256, 64);
+        } else {
+          zero_tile(0);
+          zero_tile(1);
+        }
+        for (int64_t i = from * kTileNumbers; i < to; i += kTileNumbers) {
+          stream_tile(4, rows + i, 64);
+          load_tile(6, pair.w + i, 64);
+          load_tile(7, pair.w2 + i, 64);
+          multiply_tiles(0, 4, 6);
+          coming_.ask<Lines>(), coming2_.ask<Lines>();
+          multiply_tiles(1, 4, 7);
+          coming_.ask<Lines>(), coming2_.ask<Lines>();
+          before_->finish_until(finished += each, finish_);
+          for (const int64_t until = least(asked + each_ask, end); asked < until; ++asked) finish_.ask(asked, pair.number);
+        }
+        store_tile(0, sums, 64);
+        store_tile(1, sums + 256, 64);
+      }
     }
     finish();
-    SquareSums* now = before_ == sums_ ? sums_ + 1 : sums_;
-    if constexpr (Two) {
-      store_square(now->at);
-    } else {
-      store_tile(0, now->at, 64);
-      store_tile(1, now->at + 256, 64);
-    }
-    now->row = block * 16, now->rows = least(Two ? 32 : 16, x_.args->m - now->row), now->done = 0;
+    now->row = begin, now->rows = end - begin, now->done = 0;
     now->panel = pair.number;
     before_ = now;
   }
@@ -223,8 +237,8 @@ class Squares {
   const AmxRows& x_;
   const Finish& finish_;
   Coming coming_, coming2_;  // the panels to come
-  SquareSums sums_[2];
-  SquareSums* before_ = sums_;
+  PairSums sums_[2];
+  PairSums* before_ = sums_;
 };
 
 struct PutRows {
@@ -254,10 +268,10 @@ struct PutRows {
 
 void many_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
   const PutRows put(*x.args, end);
-  Squares<PutRows> squares(x, put);
+  Pairs<PutRows> pairs(x, put);
   for (int64_t p = begin; p < end; p += 2)
-    squares.multiply(first, last, {p, x.panel(p), x.panel(p + 1 < end ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)});
-  squares.finish();
+    pairs.multiply(first, last, {p, x.panel(p), x.panel(p + 1 < end ? p + 1 : p), x.panel(p + 2), x.panel(p + 3)});
+  pairs.finish();
 }
 
 struct PutGatedRows {
@@ -278,10 +292,10 @@ struct PutGatedRows {
 void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t twin,
                     octavo::Activation kind) {
   const PutGatedRows put{*x.args, kind, twin};
-  Squares<PutGatedRows> squares(x, put);
+  Pairs<PutGatedRows> pairs(x, put);
   for (int64_t p = begin; p < end; ++p)
-    squares.multiply(first, last, {p, x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)});
-  squares.finish();
+    pairs.multiply(first, last, {p, x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)});
+  pairs.finish();
 }
 
 // Memory of a thread that grows with the largest request, on huge pages where there is much of it: rows pass once for
@@ -347,7 +361,7 @@ template <class Run>
 void share_blocks(const AmxRows& x, int64_t panels, int64_t length, const Run& run) {
   const int64_t fit = kAmxBlockBytes / (x.steps * 1024), room = fit < 2 ? 2 : fit;
   const int64_t parts = (x.blocks + room - 1) / room, runs = (panels + length - 1) / length;
-  const int64_t height = ((x.blocks + parts - 1) / parts + 1) / 2 * 2;  // whole squares
+  const int64_t height = (x.blocks + parts - 1) / parts;
   share_out<TileScope>(parts * runs, x.args->threaded, [&](int64_t i) {
     // Rows stay in the second-level cache while all panels pass: those are read again for the next rows, but every run
     // of panels would read all rows again, and it is short.

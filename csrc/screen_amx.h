@@ -173,47 +173,25 @@ void byte_tile_row(const ScreenArgs& a, int64_t r, bool rounded, float* part, co
 
 // ---- Products ------------------------------------------------------------------------------------------------------------
 
-// A panel times a tile of rows: sums [16 outputs][16 rows].
+// Two panels times a tile of rows: sums [2 panels][16 outputs][16 rows]. Two tiles of sums and not four, see `Pairs`.
 template <int Lines>
-OCTAVO_INLINE void byte_tile(const int8_t* codes, const int8_t* x, int64_t depth, Coming& coming, int32_t* sums) {
+OCTAVO_INLINE void byte_pair(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, Coming& coming,
+                             int32_t* sums) {
   zero_tile(0);
+  zero_tile(1);
   for (int64_t s = 0; s < depth * 1024; s += 1024) {
+    load_tile(6, x + s, 64);
     coming.ask<Lines>();
     load_tile(4, codes + s, 64);
     coming.ask<Lines>();
-    load_tile(6, x + s, 64);
+    load_tile(5, codes2 + s, 64);
     coming.ask<Lines>();
     multiply_byte_tiles(0, 4, 6);
+    multiply_byte_tiles(1, 5, 6);
     coming.ask<Lines>();
   }
   store_tile(0, sums, 64);
-}
-
-// Two panels times two tiles of rows: sums [2 tiles of rows][2 panels][16][16].
-template <int Lines>
-OCTAVO_INLINE void byte_square(const int8_t* codes, const int8_t* codes2, const int8_t* x, int64_t depth, Coming& coming,
-                               int32_t* sums) {
-  zero_square();
-  const int8_t* x2 = x + depth * 1024;
-  for (int64_t s = 0; s < depth * 1024; s += 1024) {
-    stream_tile(4, codes + s, 64);  // rows stay in the first-level cache, panels pass by
-    coming.ask<Lines>();
-    load_tile(6, x + s, 64);
-    coming.ask<Lines>();
-    load_tile(7, x2 + s, 64);
-    coming.ask<Lines>();
-    stream_tile(5, codes2 + s, 64);
-    coming.ask<Lines>();
-    multiply_byte_tiles(0, 4, 6);
-    coming.ask<Lines>();
-    multiply_byte_tiles(1, 5, 6);
-    coming.ask<Lines>();
-    multiply_byte_tiles(2, 4, 7);
-    coming.ask<Lines>();
-    multiply_byte_tiles(3, 5, 7);
-    coming.ask<Lines>();
-  }
-  store_square(sums);
+  store_tile(1, sums + 256, 64);
 }
 
 // The largest of a panel's outputs for each of 16 rows, [16 outputs][16 rows] sums.
@@ -240,27 +218,18 @@ OCTAVO_INLINE void put_peaks(const ScreenArgs& a, const ByteTiles& x, int64_t bl
 template <int Lines>
 void byte_panels(const ScreenArgs& a, const ByteTiles& x, int64_t begin, int64_t end) {
   const int64_t bytes = screen_panel_bytes_amx(a.k);
-  alignas(64) int32_t sums[4 * 256];
+  alignas(64) int32_t sums[2 * 256];
   Coming coming;
   coming.at = (const char*)a.panels + (begin + 2) * bytes;
   for (int64_t p = begin; p < end; p += 2) {
     const char *panel = (const char*)a.panels + p * bytes, *panel2 = p + 1 < end ? panel + bytes : panel;
     const auto codes = [](const char* at) { return (const int8_t*)at + 4 * kPanel; };
     coming.end = panel + 4 * bytes;
-    int64_t b = 0;
-    for (; b + 2 <= x.blocks; b += 2) {
-      byte_square<Lines>(codes(panel), codes(panel2), x.at(b), x.depth, coming, sums);
-      for (int i = 0; i < 2; ++i) {
-        put_peaks(a, x, b + i, p, (const float*)panel, sums + i * 512);
-        if (panel2 != panel) put_peaks(a, x, b + i, p + 1, (const float*)panel2, sums + i * 512 + 256);
-      }
+    for (int64_t b = 0; b < x.blocks; ++b) {
+      byte_pair<Lines>(codes(panel), codes(panel2), x.at(b), x.depth, coming, sums);
+      put_peaks(a, x, b, p, (const float*)panel, sums);
+      if (panel2 != panel) put_peaks(a, x, b, p + 1, (const float*)panel2, sums + 256);
     }
-    if (b == x.blocks) continue;
-    byte_tile<Lines>(codes(panel), x.at(b), x.depth, coming, sums);
-    put_peaks(a, x, b, p, (const float*)panel, sums);
-    if (panel2 == panel) continue;
-    byte_tile<Lines>(codes(panel2), x.at(b), x.depth, coming, sums);
-    put_peaks(a, x, b, p + 1, (const float*)panel2, sums);
   }
 }
 
@@ -288,12 +257,12 @@ bool screen_amx(const ScreenArgs& a) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
   share_out<TileScope>(blocks, a.threaded, [&](int64_t i) {
     const int64_t begin = i * kScreenBlock, end = least(panels, begin + kScreenBlock);
-    if (x.blocks > 4)
-      byte_panels<1>(a, x, begin, end);
-    else if (x.blocks > 2)
+    if (x.blocks >= 4)
       byte_panels<2>(a, x, begin, end);
-    else
+    else if (x.blocks >= 2)
       byte_panels<4>(a, x, begin, end);
+    else
+      byte_panels<8>(a, x, begin, end);
     for (int64_t p = end; p < begin + kScreenBlock; ++p)
       for (int64_t r = 0; r < a.m; ++r) peak_at(a, r, p) = -__builtin_inff();
     raise_block(a, i, slack);
