@@ -36,7 +36,7 @@ class HeadScreen {
   HeadScreen(const PackedWeight& head, uintptr_t bias)
       : head_(head), bias_(at<const float>(bias)), panels_((head.outputs() + kPanel - 1) / kPanel) {
     if (head.quantized()) throw std::invalid_argument("a screen of a quantised weight");
-    const int64_t padded = (panels_ + kScreenBlock - 1) / kScreenBlock * kScreenBlock;
+    const int64_t padded = screen_blocks(panels_) * kScreenBlock;
     sizes_.assign(static_cast<size_t>(padded), 0), errors_.assign(static_cast<size_t>(padded), 0);
     bytes_ = static_cast<size_t>(panels_ * made_by_.screen_panel_bytes(head.inputs()));
     memory_ = weight_memory(bytes_);
@@ -67,6 +67,14 @@ class HeadScreen {
   }
 
  private:
+  // What the screen says of a row.
+  struct CeilingsOfRow {
+    const float* ceilings;  // blocks of kScreenBlock, `stride` floats apart
+    int64_t stride;
+    const float* tops;  // [blocks]
+    int64_t blocks, panels;
+  };
+
   void fill() {
     const int64_t k = head_.inputs();
 #pragma omp parallel for schedule(static)
@@ -78,7 +86,7 @@ class HeadScreen {
   }
 
   int64_t part(uintptr_t x, DType type, int64_t ldx, int64_t m, int64_t* ids, float* values) {
-    const auto blocks = static_cast<int64_t>(sizes_.size()) / kScreenBlock;
+    const int64_t blocks = screen_blocks(panels_);
     ceilings_.resize(sizes_.size() * static_cast<size_t>(m));
     tops_.resize(static_cast<size_t>(blocks * m));
     float row_sizes[kScreenRows];
@@ -126,7 +134,7 @@ class HeadScreen {
     const int64_t first = highest(row);
     if (!exact(x, type, first, best)) return kTooMany;
     std::vector<int32_t> found(static_cast<size_t>(alone));
-    const int64_t count = made_by_.panels_above(row, bar(best), found.data(), alone);
+    const int64_t count = panels_above(row, bar(best), found.data(), alone);
     if (count > alone) return count;
     found.resize(static_cast<size_t>(count));
     highest_first(row, found);
@@ -141,7 +149,7 @@ class HeadScreen {
   // The rest of it, `count` panels, on all threads. False: no memory is left.
   bool settle_together(const CeilingsOfRow& row, uintptr_t x, DType type, int64_t count, Best& best) const {
     std::vector<int32_t> found(static_cast<size_t>(count));
-    made_by_.panels_above(row, bar(best), found.data(), count);
+    panels_above(row, bar(best), found.data(), count);
     highest_first(row, found);
     bool fine = true;
 #pragma omp parallel
@@ -160,6 +168,20 @@ class HeadScreen {
       }
     }
     return fine;
+  }
+
+  // The panels whose ceiling is not below `least`, as far as there is room; returns how many there are.
+  static int64_t panels_above(const CeilingsOfRow& row, float least, int32_t* found, int64_t room) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < row.blocks; ++b) {
+      if (row.tops[b] < least) continue;
+      for (int64_t p = b * kScreenBlock; p < std::min((b + 1) * kScreenBlock, row.panels); ++p) {
+        if (ceiling(row, static_cast<int32_t>(p)) < least) continue;
+        if (count < room) found[count] = static_cast<int32_t>(p);
+        ++count;
+      }
+    }
+    return count;
   }
 
   static void highest_first(const CeilingsOfRow& row, std::vector<int32_t>& found) {

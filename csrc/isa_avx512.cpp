@@ -18,7 +18,7 @@ namespace octavo {
 const KernelTable& avx512_kernels() {
   static constexpr KernelTable table = {
       "avx512", pack_rows, load_rows, unpack_rows, linear, gated_linear, takes_no_tiles, quantized_linear,
-      gated_quantized, screen_panel_bytes, screen_panel, screen, panels_above, pack_codes, unpack_codes,
+      gated_quantized, screen_panel_bytes, screen_panel, screen, pack_codes, unpack_codes,
       query_rows, attention_work, attend, write, norm, rotary, rotary_write, gate, argmax, block_max, exp_sums, exps,
       read_once, multiply_adds, multiply_pairs};
   return table;

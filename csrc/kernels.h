@@ -255,6 +255,7 @@ struct PackCodesArgs {
 
 // A head's screen (screen_panels.h, screen_amx.h): what it says of panels lies in blocks, [blocks][rows][kScreenBlock].
 inline constexpr int kScreenBlock = 16;
+inline constexpr int64_t screen_blocks(int64_t panels) { return (panels + kScreenBlock - 1) / kScreenBlock; }
 inline constexpr int64_t kScreenRows = 96;  // most rows of one call
 
 struct ScreenPanelArgs {
@@ -280,14 +281,6 @@ struct ScreenArgs {
   bool threaded;
 };
 
-// What `screen` says of a row.
-struct CeilingsOfRow {
-  const float* ceilings;  // blocks of kScreenBlock, `stride` floats apart
-  int64_t stride;
-  const float* tops;  // [blocks]
-  int64_t blocks, panels;
-};
-
 struct KernelTable {
   const char* name;
   void (*pack_rows)(const void* rows, DType type, int64_t stride, int64_t first, int64_t count, int64_t n, int64_t k,
@@ -307,7 +300,6 @@ struct KernelTable {
   int64_t (*screen_panel_bytes)(int64_t k);
   void (*screen_panel)(const ScreenPanelArgs&);
   bool (*screen)(const ScreenArgs&);  // false: out of memory
-  int64_t (*panels_above)(const CeilingsOfRow&, float least_value, int32_t* found, int64_t room);
   void (*pack_codes)(const PackCodesArgs&);
   void (*unpack_codes)(const void* panels, const QuantizedFormat&, int64_t k, const int64_t* ids, int64_t count,
                        void* out, DType out_type);

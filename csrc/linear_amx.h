@@ -11,11 +11,8 @@
 
 #include "amx.h"
 #include "linear.h"
+#include "scratch.h"
 #include "wide_math.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace {
 
@@ -296,34 +293,6 @@ void many_gated_amx(const AmxRows& x, int64_t first, int64_t last, int64_t begin
   for (int64_t p = begin; p < end; ++p)
     pairs.multiply(first, last, {p, x.panel(p), x.panel(p + twin), x.panel(p + 1), x.panel(p + 1 + twin)});
   pairs.finish();
-}
-
-// Memory of a thread that grows with the largest request, on huge pages where there is much of it: rows pass once for
-// every two panels, and would need thousands of small ones. Null: none is left.
-struct Scratch {
-  static constexpr size_t kHugePage = size_t{2} << 20;
-  char* memory = nullptr;
-  size_t room = 0;
-  ~Scratch() { free(memory); }
-  void* take(size_t bytes) {
-    if (bytes > room) {
-      free(memory);
-      const size_t page = bytes < kHugePage ? 4096 : kHugePage;
-      room = (bytes + page - 1) / page * page;
-      memory = (char*)aligned_alloc(page, room);
-      if (!memory) room = 0;
-#if defined(__linux__)
-      if (room >= kHugePage) madvise(memory, room, MADV_HUGEPAGE);  // advice: a refusal costs speed only
-#endif
-    }
-    return memory;
-  }
-};
-
-// One for all products and screens of a thread, which do not call one another. Given back after each, megabytes would be cleared by the system again and again.
-Scratch& scratch() {
-  static thread_local Scratch memory;
-  return memory;
 }
 
 // Calls run(rows) with the rounded rows of x. False: out of memory.

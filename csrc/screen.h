@@ -143,7 +143,7 @@ bool screen(const ScreenArgs& a) {
   ByteRows x;
   void* memory = byte_rows<true>(rows, kScreenMiddle, x);
   if (!memory) return false;
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = octavo::screen_blocks(panels);
   const int64_t task = a.m > kScreenStraight ? 1 : 4, tasks = (blocks + task - 1) / task;
   RowSlack slack;
 #pragma omp parallel if (a.threaded)

@@ -254,7 +254,7 @@ bool screen_amx(const ScreenArgs& a) {
       case DType::f16: byte_tile_row<f16>(a, r, rounded, parts + r * inputs, x, slack); break;
     }
   }
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = (panels + kScreenBlock - 1) / kScreenBlock;
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, blocks = octavo::screen_blocks(panels);
   share_out<TileScope>(blocks, a.threaded, [&](int64_t i) {
     const int64_t begin = i * kScreenBlock, end = least(panels, begin + kScreenBlock);
     if (x.blocks >= 4)

@@ -48,7 +48,7 @@ struct RowSlack {
 
 // Peaks of a block become ceilings while the thread that has found them still has them at hand.
 void raise_block(const ScreenArgs& a, int64_t block, const RowSlack& slack) {
-  const int64_t blocks = ((a.n + kPanel - 1) / kPanel + kScreenBlock - 1) / kScreenBlock;
+  const int64_t blocks = octavo::screen_blocks((a.n + kPanel - 1) / kPanel);
   const float *sizes = a.panel_sizes + block * kScreenBlock, *errors = a.panel_errors + block * kScreenBlock;
   for (int64_t r = 0; r < a.m; ++r) {
     float* at = a.ceilings + (block * a.m + r) * kScreenBlock;
@@ -61,20 +61,6 @@ void raise_block(const ScreenArgs& a, int64_t block, const RowSlack& slack) {
     }
     a.tops[r * blocks + block] = largest(top);
   }
-}
-
-// The panels of a row whose ceiling is not below `least_value`, as far as there is room; returns how many there are.
-int64_t panels_above(const octavo::CeilingsOfRow& a, float least_value, int32_t* found, int64_t room) {
-  int64_t count = 0;
-  for (int64_t b = 0; b < a.blocks; ++b) {
-    if (a.tops[b] < least_value) continue;
-    for (int64_t p = b * kScreenBlock; p < least((b + 1) * kScreenBlock, a.panels); ++p) {
-      if (a.ceilings[b * a.stride + p % kScreenBlock] < least_value) continue;
-      if (count < room) found[count] = (int32_t)p;
-      ++count;
-    }
-  }
-  return count;
 }
 
 }  // namespace
