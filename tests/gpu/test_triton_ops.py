@@ -19,6 +19,8 @@ from octavo.kernels.triton.ops import TritonOps
 
 #: relative to the largest number
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+#: Triton's interpreter cuts bfloat16 off where hardware rounds: up to 2^-7 each for a norm and for what is stored
+INTERPRETED = {**BOUNDS, torch.bfloat16: 2.4e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 
 
@@ -26,7 +28,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert found.isfinite().all(), "not all was written"
     wrong = (found.float().cpu() - expected.float()).abs().max() / expected.float().abs().max()
-    assert wrong <= BOUNDS[expected.dtype], wrong
+    bounds = INTERPRETED if found.device.type == "cpu" else BOUNDS
+    assert wrong <= bounds[expected.dtype], wrong
 
 
 @pytest.fixture
