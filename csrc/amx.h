@@ -73,17 +73,20 @@ inline void multiply_tiles(int c, int a, int b) {
   }
 }
 
-// Fours of signed bytes.
-inline void multiply_byte_tiles(int c, int a, int b) {
+// Fours of bytes: In's of a, signed ones of b.
+template <class In>
+inline void multiply_bytes(int c, int a, int b) {
   for (int m = 0; m < tiles[c].rows; ++m) {
     for (int n = 0; n < tiles[c].bytes / 4; ++n) {
       int32_t sum;
       memcpy(&sum, tiles[c].data[m] + 4 * n, 4);
-      for (int k = 0; k < tiles[a].bytes; ++k) sum += (int8_t)tiles[a].data[m][k] * (int8_t)tiles[b].data[k / 4][4 * n + k % 4];
+      for (int k = 0; k < tiles[a].bytes; ++k) sum += (In)tiles[a].data[m][k] * (int8_t)tiles[b].data[k / 4][4 * n + k % 4];
       memcpy(tiles[c].data[m] + 4 * n, &sum, 4);
     }
   }
 }
+inline void multiply_byte_tiles(int c, int a, int b) { multiply_bytes<int8_t>(c, a, b); }
+inline void multiply_unsigned_tiles(int c, int a, int b) { multiply_bytes<uint8_t>(c, a, b); }
 
 #else
 
@@ -100,6 +103,7 @@ inline void release_tiles() { _tile_release(); }
 #define store_tile(t, to, stride) _tile_stored(t, to, stride)
 #define multiply_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
 #define multiply_byte_tiles(c, a, b) _tile_dpbssd(c, a, b)
+#define multiply_unsigned_tiles(c, a, b) _tile_dpbusd(c, a, b)
 
 #endif
 

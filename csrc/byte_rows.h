@@ -112,7 +112,8 @@ void byte_row(const In* x, int64_t k, int32_t middle, const ByteRows& to, int64_
 template <bool Halves>
 void* byte_rows(const LinearArgs& a, int32_t middle, ByteRows& to) {
   to.rows = a.m, to.units = octavo::units_of(a.k), to.spans = (to.units + kUnitsOfRecord - 1) / kUnitsOfRecord;
-  char* memory = (char*)malloc((size_t)(a.m * to.spans) * sizeof(ByteSpan) + 64);
+  // Matrix tiles of 16 rows read, but do not use, what is behind the last row.
+  char* memory = (char*)malloc((size_t)(a.m * to.spans + 15) * sizeof(ByteSpan) + 64);
   if (!memory) return nullptr;
   to.memory = (ByteSpan*)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel for schedule(static) if (a.threaded && a.m * a.k > 65536)

@@ -124,6 +124,12 @@ OCTAVO_INLINE void add_quads(veci& sum, veci codes, veci inputs) {
   pin(sum);
 }
 
+// Unsigned bytes below 128 less `middle`, as signed bytes.
+OCTAVO_INLINE veci bytes_less(veci codes, int middle) {
+  typedef int8_t bytes __attribute__((vector_size(sizeof(veci))));
+  return (veci)((bytes)codes - (int8_t)middle);
+}
+
 // The sum as 32-bit integers.
 OCTAVO_INLINE veci sum_of(veci sum) { return kPairSums ? pair_products(sum, splat_lanes(0x00010001)) : sum; }
 

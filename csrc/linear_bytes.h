@@ -124,26 +124,26 @@ struct ByteSlice {  // a span of a panel: 4 KiB of bytes, in the first-level cac
   alignas(64) int32_t half_factors[2 * kUnitsOfRecord * kPanel];  // see `half_factors_at`
 };
 
-template <int Bits, int Q>
+// Less: what is taken off each code, which then is a signed byte.
+template <int Bits, int Less, int Q>
 OCTAVO_INLINE void widen_quads(const uint8_t* unit, uint8_t* to) {
 #pragma GCC unroll 2
   for (int v = 0; v < kParts; ++v) {
-    const veci w = quad_codes<Bits, Q>(unit, v);
+    const veci codes = quad_codes<Bits, Q>(unit, v), w = Less ? bytes_less(codes, Less) : codes;
     memcpy(to + (Q * kPanel + v * kLanes) * 4, &w, sizeof w);
   }
-  if constexpr (Q != kQuads - 1) widen_quads<Bits, Q + 1>(unit, to);
+  if constexpr (Q != kQuads - 1) widen_quads<Bits, Less, Q + 1>(unit, to);
 }
 
-// Units [first, first + count) of a panel.
-template <int Bits, Scales S>
+// Units [first, first + count) of a panel. Centred: the middle of the codes is taken off them, not off sums.
+template <int Bits, Scales S, bool Centred = false>
 void widen_bytes(const uint8_t* panel, const QuantizedFormat& f, int64_t first, int64_t count, ByteSlice& to) {
-  const int64_t per = f.group / kUnit;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t u = first + i, sub = u % per;
-    const uint8_t* header = panel + u / per * group_bytes(f);
-    const uint8_t* unit = header + octavo::header_bytes(S) + sub * octavo::unit_bytes(Bits);
-    fetch_unit<Bits>(unit);
-    widen_quads<Bits, 0>(unit, to.codes + i * kUnit * kPanel);
+  UnitPlace place(panel, f, first);
+  for (int64_t i = 0; i < count; ++i, place.next(f)) {
+    const uint8_t* header = place.header;
+    const int64_t sub = place.sub;
+    fetch_unit<Bits>(place.unit);
+    widen_quads<Bits, Centred ? kCentre<Bits, S> : 0, 0>(place.unit, to.codes + i * kUnit * kPanel);
     for (int v = 0; v < kParts; ++v) {
       const int64_t at = i * kPanel + v * kLanes;
       store_wide(to.factors + at, factor_at<S>(header, sub, v));

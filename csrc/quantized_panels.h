@@ -21,6 +21,22 @@ OCTAVO_INLINE int64_t group_bytes(const QuantizedFormat& f) {
   return octavo::header_bytes(f.scales) + f.group / kUnit * octavo::unit_bytes(f.bits);
 }
 
+// Unit number `u` of a panel, and those after it.
+struct UnitPlace {
+  const uint8_t *header, *unit;
+  int64_t sub;  // within its group
+  OCTAVO_INLINE UnitPlace(const uint8_t* panel, const QuantizedFormat& f, int64_t u) {
+    const int64_t per = f.group / kUnit;
+    header = panel + u / per * group_bytes(f), sub = u % per;
+    unit = header + octavo::header_bytes(f.scales) + sub * octavo::unit_bytes(f.bits);
+  }
+  OCTAVO_INLINE void next(const QuantizedFormat& f) {
+    unit += octavo::unit_bytes(f.bits);
+    if (++sub * kUnit < f.group) return;
+    header = unit, unit += octavo::header_bytes(f.scales), sub = 0;
+  }
+};
+
 // ---- One row in, one row out ----------------------------------------------------------------------------------------
 
 // Bytes of a code outside of panels.

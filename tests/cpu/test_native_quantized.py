@@ -215,6 +215,23 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_any_threads(isa: str)
             assert torch.equal(linear(x), together)
 
 
+def test_tiles_and_vectors_give_the_same_bits() -> None:
+    """Sums are exact and what follows takes the same steps; only portable code, which does not fuse, rounds twice."""
+    x = inputs(37, 8 * 96, 8)
+    linears = [cpu.NativeOps().quantized_linear([sample(*form, 70, 8 * 96, 96, seed=3)]) for form in FORMATS]
+    linears += [cpu.NativeOps().quantized_linear([sample(*form, 70, 8 * 96, 8 * 96, seed=5)]) for form in FORMATS]
+    for kind in BLOCKS:
+        linears.append(loaded_blocks(kind, 8 * 96, [70], [stored_bytes(kind, (70, 8 * 96), 4)]))
+    found: list[list[torch.Tensor]] = []
+    for name in instruction_sets():
+        if name == "portable":
+            continue
+        with instructions(name):
+            found.append([linear(x[:rows]) for linear in linears for rows in (1, 5, 12, 37)])
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
 def test_outputs_are_written_whole_and_nothing_beside_them(isa: str) -> None:
     weight = sample("int4", True, True, 21, 96, 32, seed=6)
     linear = cpu.NativeOps().quantized_linear([weight])
