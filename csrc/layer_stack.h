@@ -6,8 +6,8 @@
 //
 // Many tokens go through a layer in strips: a thread takes some rows from what attention gave to the next layer's queries,
 // keys and values, so that everything in between stays in its own second-level cache; threads meet at attention only. A
-// strip reads all weights, so it must be high enough to be worth them. Few tokens are one strip, whose kernels share its
-// work among the threads.
+// strip reads all weights, so it must be high enough to be worth them, and they few enough. Else all tokens are one strip,
+// whose kernels share its work among the threads.
 //
 // Invariant: weights, norms and biases are borrowed and outlive the stack; activations are float32, contiguous, in
 // memory that is kept from step to step and grows with the largest. It knows no Python and no blocks.
@@ -113,7 +113,7 @@ class LayerStack {
   struct Strips {
     int64_t count, height, owners;  // owners: threads that have memory for one
   };
-  static Strips strips_of(int64_t tokens);
+  Strips strips_of(int64_t tokens) const;
   template <class F>
   void each_strip(int64_t tokens, const F& work);
   Strip strip(const Strips& strips, int64_t index, int64_t owner, int64_t tokens) const;
@@ -149,7 +149,8 @@ class LayerStack {
   StackShape shape_;
   const float* final_norm_;
   std::vector<StackLayer> layers_;
-  int64_t weights_ = 0;  // numbers in all products
+  int64_t weights_ = 0;     // numbers in all products
+  size_t layer_bytes_ = 0;  // of the largest layer's weights
   int64_t qkv_width_ = 0, query_width_ = 0, key_width_ = 0;
 
   std::mutex busy_;  // the memory below is one step's

@@ -16,9 +16,9 @@
 
 namespace {
 
-constexpr int64_t kStepInputs = 32;          // inputs of a tile step
-constexpr int64_t kAmxColumn = 16;           // most rows that a panel meets one by one
-constexpr int64_t kAmxBlockBytes = 1 << 20;  // of rounded rows that pass a run of panels: they stay in the second-level cache
+constexpr int64_t kStepInputs = 32;            // inputs of a tile step
+constexpr int64_t kAmxColumn = 16;             // most rows that a panel meets one by one
+constexpr int64_t kAmxBlockBytes = 768 << 10;  // of rounded rows that pass a run of panels: they stay in the second-level cache
 
 // Rounded rows, [blocks of 16][steps][16][32]; of those below the last row nothing is read.
 struct AmxRows {
