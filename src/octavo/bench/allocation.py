@@ -91,7 +91,7 @@ class Policy:
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("allocation", help="static against paged, same KV bytes", description=DESCRIPTION)
-    parser.add_argument("--requests", type=positive, default=32, metavar="N", help="requests of the load (32)")
+    parser.add_argument("--requests", type=positive, default=64, metavar="N", help="requests of the load (64)")
     parser.add_argument("--kv-bytes", type=byte_count, metavar="BYTES", help="default: 6 static reservations")
     parser.add_argument(
         "--block-sizes", type=parse_counts, default=[8, 16, 32, 64], metavar="N,…", help="paged rows (8,16,32,64)"
@@ -99,7 +99,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--shortest", type=positive, default=256, metavar="N", help="prompt and output, tokens (256)")
     parser.add_argument("--longest", type=positive, metavar="N", help="the same (default: max_model_len)")
     parser.add_argument(
-        "--output-share", type=float, default=0.125, metavar="X", help="part of each length that is output (0.125)"
+        "--output-share", type=float, default=0.5, metavar="X", help="part of each length that is output (0.5)"
     )
     parser.add_argument("--count-only", action="store_true", help="schedule without computing: no times, exact counts")
     drive.add_options(parser)
