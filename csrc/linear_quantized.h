@@ -66,23 +66,37 @@ bool quantized_tasks(const LinearArgs& a, const QuantizedFormat& f) {
   return true;
 }
 
+// run.words<scales>() for codes of eight bits, run.bytes<bits, scales>() for narrower ones.
+template <class Run>
+bool of_format(const QuantizedFormat& f, const Run& run) {
+  switch (f.bits * 8 + (int)f.scales) {
+    case 8 * 8 + (int)Scales::half: return run.template words<Scales::half>();
+    case 8 * 8 + (int)Scales::wide: return run.template words<Scales::wide>();
+    case 8 * 8 + (int)Scales::wide_zero: return run.template words<Scales::wide_zero>();
+    case 4 * 8 + (int)Scales::half: return run.template bytes<4, Scales::half>();
+    case 4 * 8 + (int)Scales::half_zero: return run.template bytes<4, Scales::half_zero>();
+    case 4 * 8 + (int)Scales::half_fine: return run.template bytes<4, Scales::half_fine>();
+    case 4 * 8 + (int)Scales::wide: return run.template bytes<4, Scales::wide>();
+    case 4 * 8 + (int)Scales::wide_zero: return run.template bytes<4, Scales::wide_zero>();
+    case 4 * 8 + (int)Scales::k_min: return run.template bytes<4, Scales::k_min>();
+    case 5 * 8 + (int)Scales::half: return run.template bytes<5, Scales::half>();
+    case 5 * 8 + (int)Scales::k_min: return run.template bytes<5, Scales::k_min>();
+    default: return run.template bytes<6, Scales::k_signed>();
+  }
+}
+
+struct OnVectors {
+  const LinearArgs& a;
+  const QuantizedFormat& f;
+  template <Scales S>
+  bool words() const { return quantized_tasks<WordProducts<S>>(a, f); }
+  template <int Bits, Scales S>
+  bool bytes() const { return quantized_tasks<ByteProducts<Bits, S>>(a, f); }
+};
+
 // a.weight_type: any; it only says how many panels make a run.
 bool quantized_linear(const LinearArgs& a, const QuantizedFormat& f) {
-  if (f.bits == 16) return fixed_linear(a);
-  switch (f.bits * 8 + (int)f.scales) {
-    case 8 * 8 + (int)Scales::half: return quantized_tasks<WordProducts<Scales::half>>(a, f);
-    case 8 * 8 + (int)Scales::wide: return quantized_tasks<WordProducts<Scales::wide>>(a, f);
-    case 8 * 8 + (int)Scales::wide_zero: return quantized_tasks<WordProducts<Scales::wide_zero>>(a, f);
-    case 4 * 8 + (int)Scales::half: return quantized_tasks<ByteProducts<4, Scales::half>>(a, f);
-    case 4 * 8 + (int)Scales::half_zero: return quantized_tasks<ByteProducts<4, Scales::half_zero>>(a, f);
-    case 4 * 8 + (int)Scales::half_fine: return quantized_tasks<ByteProducts<4, Scales::half_fine>>(a, f);
-    case 4 * 8 + (int)Scales::wide: return quantized_tasks<ByteProducts<4, Scales::wide>>(a, f);
-    case 4 * 8 + (int)Scales::wide_zero: return quantized_tasks<ByteProducts<4, Scales::wide_zero>>(a, f);
-    case 4 * 8 + (int)Scales::k_min: return quantized_tasks<ByteProducts<4, Scales::k_min>>(a, f);
-    case 5 * 8 + (int)Scales::half: return quantized_tasks<ByteProducts<5, Scales::half>>(a, f);
-    case 5 * 8 + (int)Scales::k_min: return quantized_tasks<ByteProducts<5, Scales::k_min>>(a, f);
-    default: return quantized_tasks<ByteProducts<6, Scales::k_signed>>(a, f);
-  }
+  return f.bits == 16 ? fixed_linear(a) : of_format(f, OnVectors{a, f});
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "amx.h"
+#include "linear_amx.h"
 #include "linear_quantized.h"
 #include "shares.h"
 
@@ -318,31 +319,26 @@ bool fills_tiles(const LinearArgs& a, const QuantizedFormat& f) {
 // Whether tiles pay, measured. Tiles of 32 inputs do so where rows fill them; k_signed, whose half units have factors of
 // their own, would need tiles of 16.
 bool worth_tiles(const LinearArgs& a, const QuantizedFormat& f) {
-  if (f.scales == Scales::k_signed) return false;
+  if (f.bits == 16 || f.scales == Scales::k_signed) return false;
   return fills_tiles(a, f) ? a.m >= 6 : 4 * a.m >= 3 * ((a.m + 15) / 16 * 16);
 }
 
-template <Scales S>
-bool word_tasks(const LinearArgs& a, const QuantizedFormat& f) {
-  return fills_tiles(a, f) ? tile_tasks<WordTiles<S, 2 * kUnit>>(a, f) : tile_tasks<WordTiles<S, kUnit>>(a, f);
-}
+struct OnTiles {
+  const LinearArgs& a;
+  const QuantizedFormat& f;
+  template <Scales S>
+  bool words() const {
+    return fills_tiles(a, f) ? tile_tasks<WordTiles<S, 2 * kUnit>>(a, f) : tile_tasks<WordTiles<S, kUnit>>(a, f);
+  }
+  template <int Bits, Scales S>
+  bool bytes() const {
+    if constexpr (S == Scales::k_signed) return quantized_linear(a, f);  // see `worth_tiles`
+    else return tile_tasks<CodeTiles<Bits, S>>(a, f);
+  }
+};
 
 bool quantized_linear_amx(const LinearArgs& a, const QuantizedFormat& f) {
-  if (!worth_tiles(a, f)) return quantized_linear(a, f);
-  switch (f.bits * 8 + (int)f.scales) {
-    case 8 * 8 + (int)Scales::half: return word_tasks<Scales::half>(a, f);
-    case 8 * 8 + (int)Scales::wide: return word_tasks<Scales::wide>(a, f);
-    case 8 * 8 + (int)Scales::wide_zero: return word_tasks<Scales::wide_zero>(a, f);
-    case 4 * 8 + (int)Scales::half: return tile_tasks<CodeTiles<4, Scales::half>>(a, f);
-    case 4 * 8 + (int)Scales::half_zero: return tile_tasks<CodeTiles<4, Scales::half_zero>>(a, f);
-    case 4 * 8 + (int)Scales::half_fine: return tile_tasks<CodeTiles<4, Scales::half_fine>>(a, f);
-    case 4 * 8 + (int)Scales::wide: return tile_tasks<CodeTiles<4, Scales::wide>>(a, f);
-    case 4 * 8 + (int)Scales::wide_zero: return tile_tasks<CodeTiles<4, Scales::wide_zero>>(a, f);
-    case 4 * 8 + (int)Scales::k_min: return tile_tasks<CodeTiles<4, Scales::k_min>>(a, f);
-    case 5 * 8 + (int)Scales::half: return tile_tasks<CodeTiles<5, Scales::half>>(a, f);
-    case 5 * 8 + (int)Scales::k_min: return tile_tasks<CodeTiles<5, Scales::k_min>>(a, f);
-    default: return quantized_linear(a, f);
-  }
+  return worth_tiles(a, f) ? of_format(f, OnTiles{a, f}) : quantized_linear(a, f);
 }
 
 }  // namespace

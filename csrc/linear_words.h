@@ -106,19 +106,16 @@ OCTAVO_INLINE void widen_pairs(const uint8_t* unit, int16_t* to) {
 template <Scales S>
 void widen_words(const uint8_t* panel, const QuantizedFormat& f, int64_t fold, int64_t first, int64_t count,
                  WordSlice& to) {
-  const int64_t per = f.group / kUnit;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t u = first + i, sub = u % per;
-    const uint8_t* header = panel + u / per * group_bytes(f);
-    const uint8_t* unit = header + octavo::header_bytes(S) + sub * octavo::unit_bytes(8);
-    fetch_unit<8>(unit);
-    widen_pairs<0>(unit, to.words + i * kUnit * kPanel);
+  UnitPlace place(panel, f, first);
+  for (int64_t i = 0; i < count; ++i, place.next(f)) {
+    fetch_unit<8>(place.unit);
+    widen_pairs<0>(place.unit, to.words + i * kUnit * kPanel);
     if (i % fold) continue;
     const int64_t at = i / fold * kPanel;
     for (int v = 0; v < kParts; ++v) {
-      store_wide(to.factors + at + v * kLanes, factor_at<S>(header, sub, v));
+      store_wide(to.factors + at + v * kLanes, factor_at<S>(place.header, place.sub, v));
       if constexpr (kHasOffset<S>)
-        store_wide(to.offsets + at + v * kLanes, splat_wide(0) - offset_at<8, S>(header, sub, v));
+        store_wide(to.offsets + at + v * kLanes, splat_wide(0) - offset_at<8, S>(place.header, place.sub, v));
     }
   }
 }
